@@ -25,6 +25,7 @@ from engine.asking import (
 )
 from engine.drafters import DRAWN
 from engine.drafting import INTERPRETED, METHODS, ON_V2, DraftedModel, beyond_interpreting
+from engine.guides import Guide
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
 from engine.test_controllers import Gate, Watch, ends_of, watched
@@ -34,11 +35,11 @@ from engine.test_stopping import AT as WATCHED
 from engine.test_stopping import WHEN, P
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.filesystem import FilesystemConsumer
-from tllm.consumers.esamp import ESampConsumer
+from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 from tllm.consumers.logging import LoggingConsumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.probe import ProbeConsumer
-from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
+from tllm.ports import ConsumerFlow, Logits, ResidualStream, Sampler, TokenTarget
 from tllm.runtime.kernels import tap
 from tllm.runtime.steps import Steps
 
@@ -90,6 +91,13 @@ def preemptions(drafting, monkeypatch):
 
     monkeypatch.setattr(scheduler, "_preempt_request", count)
     return counted
+
+
+@pytest.fixture
+def guidable(drafting, drafting_model):
+    if drafting_model.path.endswith("mimo"):
+        pytest.skip("MiMo has no hook point lm_head_in, by whose rows candidates are guided")
+    return drafting
 
 
 class Drafts:
@@ -553,11 +561,99 @@ def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
     assert tapped_in["drafter"] == 0
 
 
-def test_guidance_is_refused(drafting):
-    with pytest.raises(ValueError, match=r"drafted.*leave out speculative_config"):
-        drafting.register_consumer(ESampConsumer())
-    (output,) = generate(drafting, prompts_of([4]), few(4))
-    assert len(output.outputs[0].token_ids) == 4
+@pytest.mark.parametrize("count", [3 if INTERPRETED else 14])
+def test_nothing_is_drafted_beside_requests_that_are_guided(
+    guidable, reference, drafts, monkeypatch, count
+):
+    """So each of their tokens is drawn of candidates, and others are as ever."""
+    drafting = guidable
+    guide = drafting.register_consumer(Guide(boost=1000.0))
+    lengths = LENGTHS[: 2 if INTERPRETED else None]
+    alone = {"consumers": {"guide": {"enabled": False}}}
+    params = [sampled(count, top_k=9), few(count, **alone)]
+    scheduler = drafting.llm_engine.engine_core.engine_core.scheduler
+    steps, schedule = [], scheduler.schedule
+
+    def noted(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        steps.append((output.num_scheduled_tokens, output.scheduled_spec_decode_tokens))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    prompts = prompts_of(lengths, seed=31)
+    outputs = generate(drafting, prompts, [params[i % 2] for i in range(len(prompts))])
+    guided = {o.request_id: o for o in outputs[::2]}
+    beside = [drafted for tokens, drafted in steps if {i.split("-")[0] for i in tokens} & {*guided}]
+    assert len(beside) >= count and not any(beside)
+    assert_greedy(outputs[1::2], reference)
+    assert len(guide.seen) == count * len(guided)
+    for row in guide.seen:
+        output = guided[row.request_id]
+        drawn = output.outputs[0].token_ids[row.position + 1 - len(output.prompt_token_ids)]
+        assert drawn == row.token_ids[int(row.logits.argmin())]
+    assert_greedy(generate(drafting, prompts, few(6 if INTERPRETED else 40, **alone)), reference)
+    drafts.assert_some_came_true()
+
+
+class Guiding(Consumer):
+    """Says after which rows it was shown candidates, and reads none itself."""
+
+    consumer_id = "guiding"
+
+    def start(self, ctx):
+        self.positions = []
+
+    def flows(self):
+        return [ConsumerFlow(writes=[Sampler.write(phase="any", width=64)])]
+
+    def guide(self, candidates, ctx):
+        self.positions += candidates.meta.positions.tolist()
+
+    def on_request_finished(self, request, ctx):
+        return self.positions
+
+
+def test_a_guided_request_whose_prompt_is_cached_is_guided_from_its_first_token(
+    guidable, drafting_model, reference
+):
+    """To one of which a single token is to be computed vLLM gives drafts that nobody has made."""
+    [prompt] = prompts_of([33], seed=34)
+    assert_greedy(generate(guidable, [prompt], few(2)), reference)
+    guidable.register_consumer(Guiding())
+    [output] = generate(guidable, [prompt], sampled(3, top_k=9))
+    if drafting_model.speculative_config["method"] == "ngram":  # the last block is the drafter's
+        assert output.num_cached_tokens == 32
+    assert output.consumer_results["guiding"].payload == [32, 33, 34]
+
+
+def test_a_guide_that_comes_later_leaves_requests_alone_that_are_drafted(
+    guidable, reference, drafts
+):
+    """What came before it is drafted to its end."""
+    engine, count = guidable.llm_engine, 12 if INTERPRETED else 30
+    [prompt] = prompts_of([20], seed=32)
+    engine.add_request("drafted", {"prompt_token_ids": prompt}, few(count))
+    guide = None
+    outputs = []
+    for step in range(100):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 3:
+            guide = guidable.register_consumer(Guide(boost=1000.0))
+        outputs += [output for output in engine.step() if output.finished]
+    assert guide is not None and not guide.seen
+    assert_greedy(outputs, reference)
+    drafts.assert_some_came_true()
+
+
+@beyond_interpreting
+def test_esamp_trains_and_guides_where_others_are_drafted(guidable):
+    esamp = guidable.register_consumer(ESampConsumer(ESampConsumerConfig(width=16, rank=8)))
+    outputs = generate(guidable, prompts_of(LENGTHS, seed=33), sampled(12, top_k=9))
+    assert all(len(output.outputs[0].token_ids) == 12 for output in outputs)
+    stats = esamp.read_stats()
+    assert stats["rows_trained"] > 0
+    assert stats["candidates_seen"] >= 11 * 9 * len(LENGTHS) and stats["candidates_changed"] > 0
 
 
 @beyond_interpreting

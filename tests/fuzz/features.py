@@ -421,6 +421,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("where", 0.2, _where),
     Feature("patches", 0.25, patch),
     Feature("esamp", 0.2, _esamp, needs="undrafted"),
+    Feature("esamp", 0.03, _esamp, needs="drafted"),  # beside it nothing is drafted
     Feature("controllers", 0.25, controllers, needs="undrafted"),
     Feature("controllers", 0.25, controllers_of_drafts, needs="drafted"),
     Feature("endings", 0.25, end_all),
@@ -445,8 +446,7 @@ def draw(pick: Random, allowed: frozenset[str], points: Sequence[str] = POINTS) 
         "detokenize": False,
         "consumers": {"probe": {"enabled": False}},
     }
-    if "undrafted" in allowed:
-        ask.consumers["esamp"] = {"enabled": False}
+    ask.consumers["esamp"] = {"enabled": False}
     for feature in FEATURES:
         if feature.needs in ("any", *allowed) and pick.random() < feature.chance:
             feature.draw(pick, ask)

@@ -40,23 +40,20 @@ STEERED, INTERRUPTED = 0.25, 0.2
 """How likely a round has global steering, and a Ctrl-C in between."""
 
 
-def consumers(root: Path, drafted: bool = False) -> list[Consumer]:
+def consumers(root: Path) -> list[Consumer]:
     """What every engine of the attack has, beside captures to memory.
 
     Args:
         root: folder for the store.
-        drafted: leave out the one that an engine which drafts tokens refuses.
     """
-    found = [
+    return [
         FilesystemConsumer(root, publish_interval=0.05),
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
         SaeConsumer(save_autoencoder(root.with_name("autoencoder")), top_k=5),
+        ESampConsumer(ESampConsumerConfig(rank=4, slots=2)),
         *made(),
     ]
-    if not drafted:
-        found.append(ESampConsumer(ESampConsumerConfig(rank=4, slots=2)))
-    return found
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class Attack:
 
     def _prepare(self, llm: Any, root: Path) -> None:
         """Give an engine what requests may name."""
-        for consumer in consumers(root, "drafted" in self._allows):
+        for consumer in consumers(root):
             llm.register_consumer(consumer)
         for name, condition in MONITORS.items():
             llm.steering.register_monitor(name, condition)

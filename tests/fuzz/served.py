@@ -195,11 +195,11 @@ async def _parts(ask: Ask) -> AsyncGenerator[StreamingInput, None]:
 
 
 async def _prepared(
-    model: str, root: Path, points: Sequence[str], options: dict[str, Any], drafted: bool
+    model: str, root: Path, points: Sequence[str], options: dict[str, Any]
 ) -> AsyncLLM:
     """An engine that has what requests may name."""
     engine = await AsyncLLM.create(
-        model, consumers=consumers(root, drafted), **options, scheduling_policy="priority"
+        model, consumers=consumers(root), **options, scheduling_policy="priority"
     )
     for name, condition in MONITORS.items():
         await engine.steering.register_monitor(name, condition)
@@ -219,10 +219,10 @@ async def main(
     # Each rank of two holds a part of the heads.
     points = [p for p in POINTS if p != "attn_heads" or "tensor_parallel_size" not in more]
     drafted = "speculative_config" in more
-    engine = alone = await _prepared(model, root, points, options, drafted)
+    engine = alone = await _prepared(model, root, points, options)
     if drafted:
         without = {name: each for name, each in options.items() if name != "speculative_config"}
-        alone = await _prepared(model, root.with_name("alone"), points, without, drafted)
+        alone = await _prepared(model, root.with_name("alone"), points, without)
     served = Served(engine, alone, root, points)
     checked, number, started = 0, 0, time.monotonic()
     try:

@@ -89,6 +89,7 @@ class Engine:
             ),
             lm_head=None,
             samples=samples,
+            drafts=False,
             max_sequences=4,
             max_positions=64,
             max_programs=16,

@@ -224,6 +224,7 @@ class RequestAdmission:
             acted=uses.acting is not None,
             steering_rows=tuple(dict.fromkeys(uses.steering_rows)),
             isolated=uses.writes,
+            guided=uses.guides,
             steering=tuple(group.use for group in groups),
             patch=patch,
             generated=kind.generated or 0,

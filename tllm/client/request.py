@@ -26,6 +26,7 @@ class Uses:
     Attributes:
         reads: rows that they read.
         writes: they may change rows.
+        guides: they may guide which tokens are drawn.
         acting: the first that decides what is done to it; None for none.
         steering_rows: rows by which they may decide how those after them are steered.
         captures: those whose results are capture results.
@@ -37,6 +38,7 @@ class Uses:
 
     reads: list[RowsRead] = field(default_factory=list)
     writes: bool = False
+    guides: bool = False
     acting: str | None = None
     steering_rows: list[RowsRead] = field(default_factory=list)
     captures: list[str] = field(default_factory=list)
@@ -55,6 +57,7 @@ class Uses:
             if "steer" in flow.actions and (positions := rows_given(flow)) is not None:
                 self.steering_rows.append(RowsRead(f"{field_name}['positions']", positions))
         self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
+        self.guides = self.guides or any(each.port == "sampler" for each in flow.writes)
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,6 @@ uses(
 METHODS = ("ngram", "eagle", "eagle3", "mtp")
 """Methods of drafting whose drafts are told from tokens."""
 
-GUIDANCE_REFUSAL = (
-    "with speculative decoding most tokens are drafted, and not drawn from candidates; leave out "
-    "speculative_config"
-)
-"""Why candidates are not guided."""
-
 
 def check_drafter(drafter: nn.Module | None, sites: ModelSites) -> None:
     """Raise `ValueError` where a drafter runs modules of the model that are tapped.

@@ -14,7 +14,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 from tllm.cuda_streams import current_stream
 from tllm.engine.cpu_drafts import DraftConstraints
-from tllm.engine.drafts import GUIDANCE_REFUSAL, StepDrafts, drafted_and_accepted
+from tllm.engine.drafts import StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
@@ -90,10 +90,6 @@ uses(
 
 class V1Attachment(RunnerAttachment):
     """`_model_forward` before the forward pass, `_sample` around sampling, `_dummy_run` aside."""
-
-    @staticmethod
-    def guidance_refusal(runner: Any) -> str | None:
-        return None if runner.speculative_config is None else GUIDANCE_REFUSAL
 
     def override(self) -> None:
         runner = self.runner

@@ -12,7 +12,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from tllm.cuda_streams import current_stream
 from tllm.engine.device_drafts import DeviceDrafts
-from tllm.engine.drafts import GUIDANCE_REFUSAL
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.kernels.candidates import CandidateRows
@@ -108,8 +107,6 @@ class V2Attachment(RunnerAttachment):
     def guidance_refusal(runner: Any) -> str | None:
         if runner.sampler is None:
             return None
-        if runner.speculative_config is not None:
-            return GUIDANCE_REFUSAL
         if runner.batch_sharder is not None:
             return "this engine samples each sequence on one tensor-parallel rank only"
         if type(runner.sampler).__name__ != "Sampler":

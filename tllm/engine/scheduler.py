@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -36,6 +38,11 @@ uses(
 )
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
+    "num_spec_tokens running dynamic_sd_lookup max_num_running_reqs",
+    "nothing is drafted where tokens are guided",
+)
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
     "_enqueue_waiting_request kv_holding_waiting connector running use_pp scheduler_config",
     "streamed requests that vLLM has taken out of its queues",
     since="0.32",
@@ -53,7 +60,8 @@ uses(
 uses(
     "vllm.v1.request.Request",
     "request_id sampling_params num_prompt_tokens prompt_token_ids all_token_ids status "
-    "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason mm_features",
+    "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason mm_features "
+    "spec_token_ids",
     "what a request asks, and how far it is",
 )
 
@@ -71,6 +79,9 @@ class _Rules(_Base):
         self._tllm_ended: dict[str, tuple[int, ...]] = {}
         self._tllm_wanted: set[str] = set()
         self._tllm_held = 0
+        #: For which no tokens are drafted, nor for those beside them.
+        self._tllm_guided: set[str] = set()
+        self._tllm_drafts_by_size = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._tllm_endings = RequestEndings()
         self._tllm_conversations = ConversationMemory()
         self._tllm_bulk = BulkRequests()
@@ -103,6 +114,8 @@ class _Rules(_Base):
         if spec.is_plain:
             super().add_request(request)
             return
+        if spec.guided and self.num_spec_tokens:
+            self._tllm_guided.add(request.request_id)
         known = request.request_id in self.requests  # more of a streamed prompt
         if spec.conversation is not None:
             spec = self._tllm_conversations.begin(request, spec)
@@ -185,7 +198,8 @@ class _Rules(_Base):
             self._tllm_forget_finished()
         held = self._tllm_hold_back()
         try:
-            output = super().schedule(*args, **kwargs)
+            with self._tllm_undrafted() if self._tllm_guided else nullcontext():
+                output = super().schedule(*args, **kwargs)
         finally:
             if held:
                 self.waiting.prepend_requests(reversed(held))
@@ -262,6 +276,7 @@ class _Rules(_Base):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         wanted = request.request_id in self._tllm_wanted
         self._tllm_wanted.discard(request.request_id)
+        self._tllm_guided.discard(request.request_id)
         self._tllm_endings.forget(request.request_id)
         self._tllm_conversations.forget(request.request_id)
         # Whoever aborts, or finds a stop string, knows better which tokens belong to the output;
@@ -308,6 +323,24 @@ class _Rules(_Base):
             self._tllm_bulk.forget(self.requests)
         if self._tllm_turns is not None:
             self._tllm_turns.forget(self.requests)
+
+    @contextmanager
+    def _tllm_undrafted(self) -> Iterator[None]:
+        """The step that is scheduled meanwhile has no drafts: what is drafted is not drawn from the
+        candidates that somebody guides."""
+        for request in self.running:
+            if request.spec_token_ids:
+                request.spec_token_ids = []
+        # Where it has no table of how many tokens are drafted in a batch of each size, vLLM makes
+        # batches uniform: it gives requests drafts that nobody has made.
+        scheduler: Any = self
+        table = scheduler.dynamic_sd_lookup
+        if table is None:
+            scheduler.dynamic_sd_lookup = self._tllm_drafts_by_size
+        try:
+            yield
+        finally:
+            scheduler.dynamic_sd_lookup = table
 
     def _tllm_hold_back(self) -> list[Request]:
         """Take requests out of the queue for which the workers' steering tables have no room.

@@ -241,6 +241,7 @@ class InterventionWorker(_Base):
             described,
             lm_head=head,
             samples=model_view.is_last_stage(),
+            drafts=config.speculative_config is not None,
             max_sequences=config.scheduler_config.max_num_seqs,
             max_positions=config.model_config.max_model_len,
             max_programs=_MAX_PROGRAMS,

@@ -60,7 +60,7 @@ _Read: TypeAlias = dict[int, Tiers]
 
 
 @dataclass(frozen=True, eq=False)
-class _Drawn:
+class _RowsDrawnFrom:
     """The rows that the tokens of a step are drawn from; arrays `[sequences]`.
 
     Attributes:
@@ -111,8 +111,8 @@ class Controllers:
         self._lock = threading.Lock()
         self._waiting: list[tuple[SteeringDecision, DecidedAction]] = []
         self._failed: list[Failure] = []
-        self._batch: _Drawn | None = None
-        self._told: _Drawn | None = None
+        self._batch: _RowsDrawnFrom | None = None
+        self._told: _RowsDrawnFrom | None = None
 
     def start(self, sequence: RunningSequence, steered_from: int | None) -> None:
         """A sequence begins that controllers may act on; see `ControlledSequence`."""
@@ -398,7 +398,7 @@ class Controllers:
         """A step begins; arrays `[sequences]` as in `StepBatch`."""
         if drafts is None:
             drafts = np.zeros_like(counts)
-        self._batch = _Drawn(engine_ids, starts + counts - 1 - drafts, drafts, step)
+        self._batch = _RowsDrawnFrom(engine_ids, starts + counts - 1 - drafts, drafts, step)
 
     def take_stops(self) -> dict[str, Fired]:
         """Sequences of the step whose last token is that of one of the rows that the step draws
@@ -413,7 +413,7 @@ class Controllers:
         batch, self._told = self._told, None
         return {} if batch is None else self._stops(batch)
 
-    def _stops(self, batch: _Drawn) -> dict[str, Fired]:
+    def _stops(self, batch: _RowsDrawnFrom) -> dict[str, Fired]:
         found: dict[str, Fired] = {}
         for engine_id, sequence in list(self._stopping.items()):
             if self._slots.get(engine_id) is not sequence:

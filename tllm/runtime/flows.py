@@ -139,6 +139,7 @@ class BoundConsumer:
 
     Attributes:
         writes_rows: whether it adds to rows, in any worker.
+        guides: whether it guides which tokens are drawn.
         forgotten: how often sequences have changed, so that what was said of them is asked anew.
     """
 
@@ -169,6 +170,7 @@ class BoundConsumer:
         self.writes_rows = any(
             write.port == "residual_stream" for flow in consumer.flows() for write in flow.writes
         )
+        self.guides = any(write.port == "sampler" for f in consumer.flows() for write in f.writes)
         self.thread = DeliveryThread(f"tllm-{self.id}", model.device)
         self.export_thread = DeliveryThread(f"tllm-{self.id}-export", model.device)
         self.error: str | None = None
@@ -202,8 +204,9 @@ class BoundConsumer:
 
     def serves(self, sequence: RunningSequence) -> bool:
         """Whether the sequence uses it. One that was accepted when nobody wrote to its rows shares
-        its cached blocks with others: whoever writes does not serve it."""
-        if self.writes_rows and not sequence.isolated:
+        its cached blocks with others: whoever writes does not serve it. Nor does whoever guides one
+        that was accepted when nobody did, and whose tokens are drafted."""
+        if (self.writes_rows and not sequence.isolated) or (self.guides and sequence.drafted):
             return False
         return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
 

@@ -18,7 +18,11 @@ from tllm.spec.turns import StepTurns
 
 
 class RunningSequences:
-    """The sequences that the engine computes, for the worker that hears of them."""
+    """The sequences that the engine computes, for the worker that hears of them.
+
+    Args:
+        drafts: whether tokens are drafted (speculative decoding).
+    """
 
     def __init__(
         self,
@@ -26,11 +30,14 @@ class RunningSequences:
         consumers: RegisteredConsumers,
         assignments: Assignments,
         judged: JudgedSequences,
+        *,
+        drafts: bool,
     ) -> None:
         self.slots = slots
         self._consumers = consumers
         self._assignments = assignments
         self._judged = judged
+        self._drafts = drafts
         self._dispatcher = consumers.dispatcher
         self._results = consumers.results
         self._controllers = consumers.controllers
@@ -90,6 +97,7 @@ class RunningSequences:
             () if spec.conversation is None else spec.conversation.held,
             registrations=spec.registrations,
             isolated=spec.isolated,
+            drafted=self._drafts and not spec.guided,
             head_adapter=head_adapter,
         )
         self.slots.add_sequence(sequence)
@@ -120,6 +128,7 @@ class RunningSequences:
         self.slots.grow([sequence.info.slot], [prompt_len], [own])
         sequence.info = sequence.info.having(prompt_len=prompt_len)
         sequence.prompt_token_ids = prompt_token_ids
+        sequence.drafted = sequence.drafted and not spec.guided
         self._ask_anew(sequence, spec.consumers)
 
     def take_turns(self, turns: StepTurns) -> None:

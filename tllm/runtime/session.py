@@ -43,6 +43,7 @@ class Session:
         lm_head: None on a pipeline rank without it, or a string that says why candidates
             cannot be projected on it.
         samples: whether this rank samples tokens.
+        drafts: whether tokens are drafted (speculative decoding).
         max_sequences: the most that run at once.
         max_positions: the most tokens of a sequence.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
@@ -71,6 +72,7 @@ class Session:
         *,
         lm_head: LmHead | str | None,
         samples: bool,
+        drafts: bool,
         max_sequences: int,
         max_positions: int,
         max_programs: int,
@@ -126,7 +128,9 @@ class Session:
             device=model.device,
             agree=agree,
         )
-        self.sequences = RunningSequences(slots, self.consumers, self._assignments, judged)
+        self.sequences = RunningSequences(
+            slots, self.consumers, self._assignments, judged, drafts=drafts
+        )
         # When it is done.
         self._ring = Ring(
             hidden_size=taps.hidden_size,

@@ -94,6 +94,8 @@ class RunningSequence:
     """Of the consumers that it names, which one of that id it was accepted with."""
     isolated: bool = False
     """Whether its cached blocks are its own, so that its rows may be written to."""
+    drafted: bool = False
+    """Whether its tokens may be drafted: then nobody guides which are drawn."""
     head_adapter: str = ""
     """Name of its adapter, where that changes the LM head."""
     token_ids: tuple[int, ...] | None = None

@@ -101,6 +101,7 @@ class RequestSpec:
         acted: controllers may act on it.
         steering_rows: those by which controllers may steer the rows after them.
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
+        guided: which tokens are drawn for it may be guided, so that none of them is drafted.
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
         patch: what is put in the place of which rows, in order.
@@ -124,6 +125,7 @@ class RequestSpec:
     acted: bool = False
     steering_rows: tuple[RowsRead, ...] = ()
     isolated: bool = False
+    guided: bool = False
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
     generated: int = 0
@@ -136,7 +138,7 @@ class RequestSpec:
     @property
     def is_plain(self) -> bool:
         """Whether it is nobody's concern but vLLM's."""
-        changed = self.steering or self.patch or self.isolated or self.acted
+        changed = self.steering or self.patch or self.isolated or self.acted or self.guided
         return not (changed or self.consumers or self.reads or self.wants_tokens)
 
     def to_wire(self) -> dict[str, Any]:
@@ -158,6 +160,8 @@ class RequestSpec:
             wire["steering_rows"] = [read.to_wire() for read in self.steering_rows]
         if self.isolated:
             wire["isolated"] = True
+        if self.guided:
+            wire["guided"] = True
         if self.generated:
             wire["generated"] = self.generated
         if self.streamed:
