@@ -250,6 +250,7 @@ def test_what_a_request_asks_arrives_as_it_was_sent():
         acted=True,
         steering_rows=(read,),
         isolated=True,
+        guided=True,
         steering=(use,),
         patch=(PatchUse("post_block", 1, (4,), 0.5, 0.5, (0, 2), known_digest="digest"),),
         generated=2,
