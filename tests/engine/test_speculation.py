@@ -614,13 +614,13 @@ class Guiding(Consumer):
 
 
 def test_a_guided_request_whose_prompt_is_cached_is_guided_from_its_first_token(
-    guidable, drafting_model, reference
+    drafting, drafting_model, reference
 ):
     """To one of which a single token is to be computed vLLM gives drafts that nobody has made."""
     [prompt] = prompts_of([33], seed=34)
-    assert_greedy(generate(guidable, [prompt], few(2)), reference)
-    guidable.register_consumer(Guiding())
-    [output] = generate(guidable, [prompt], sampled(3, top_k=9))
+    assert_greedy(generate(drafting, [prompt], few(2)), reference)
+    drafting.register_consumer(Guiding())
+    [output] = generate(drafting, [prompt], sampled(3, top_k=9))
     if drafting_model.speculative_config["method"] == "ngram":  # the last block is the drafter's
         assert output.num_cached_tokens == 32
     assert output.consumer_results["guiding"].payload == [32, 33, 34]

@@ -56,8 +56,9 @@ class Uses:
             self.acting = self.acting or field_name
             if "steer" in flow.actions and (positions := rows_given(flow)) is not None:
                 self.steering_rows.append(RowsRead(f"{field_name}['positions']", positions))
-        self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
-        self.guides = self.guides or any(each.port == "sampler" for each in flow.writes)
+        ports = {each.port for each in flow.writes}
+        self.writes = self.writes or "residual_stream" in ports
+        self.guides = self.guides or "sampler" in ports
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,12 @@ class _RowsDrawnFrom:
 
     Attributes:
         rows: position of the first of each sequence.
-        drafts: how many drafted tokens follow, from each of which one is drawn, too.
+        drafts: how many drafted tokens follow, from each of which one is drawn, too; None: none.
     """
 
     engine_ids: list[str]
     rows: IntArray
-    drafts: IntArray
+    drafts: IntArray | None
     step: int
 
 
@@ -396,9 +396,10 @@ class Controllers:
         step: int,
     ) -> None:
         """A step begins; arrays `[sequences]` as in `StepBatch`."""
-        if drafts is None:
-            drafts = np.zeros_like(counts)
-        self._batch = _RowsDrawnFrom(engine_ids, starts + counts - 1 - drafts, drafts, step)
+        last = starts + counts - 1
+        self._batch = _RowsDrawnFrom(
+            engine_ids, last if drafts is None else last - drafts, drafts, step
+        )
 
     def take_stops(self) -> dict[str, Fired]:
         """Sequences of the step whose last token is that of one of the rows that the step draws
@@ -422,7 +423,8 @@ class Controllers:
                 stop = sequence.controlled.stop if sequence.controlled else None
                 assert stop is not None
                 number = batch.engine_ids.index(engine_id)
-                first, drafts = int(batch.rows[number]), int(batch.drafts[number])
+                first = int(batch.rows[number])
+                drafts = 0 if batch.drafts is None else int(batch.drafts[number])
                 # Nothing is drawn from a prompt that is not complete, nor from what is computed
                 # again.
                 row = max(first, stop.position, sequence.info.prompt_len - 1)

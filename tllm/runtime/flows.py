@@ -161,16 +161,10 @@ class BoundConsumer:
         #: Recorded where the side stream goes on.
         self.side_follows = None if self.side is None else torch.cuda.Event()
         self.flows: list[BoundFlow] = []
-        self.channels = {
-            write.options["channel"]
-            for flow in consumer.flows()
-            for write in flow.writes
-            if write.port == "cpu_export"
-        }
-        self.writes_rows = any(
-            write.port == "residual_stream" for flow in consumer.flows() for write in flow.writes
-        )
-        self.guides = any(write.port == "sampler" for f in consumer.flows() for write in f.writes)
+        writes = [write for flow in consumer.flows() for write in flow.writes]
+        self.channels = {w.options["channel"] for w in writes if w.port == "cpu_export"}
+        self.writes_rows = any(write.port == "residual_stream" for write in writes)
+        self.guides = any(write.port == "sampler" for write in writes)
         self.thread = DeliveryThread(f"tllm-{self.id}", model.device)
         self.export_thread = DeliveryThread(f"tllm-{self.id}-export", model.device)
         self.error: str | None = None

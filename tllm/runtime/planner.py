@@ -292,7 +292,7 @@ class RowPlanner:
             segments[:, SegmentWord.COUNT] = found.high - low
         segments[:, COLUMN_WORDS] = values.T
         groups: tuple[ProgramSegments, ...] = ()
-        rows, whole = 0, found.whole or offsets is None or not offsets.any()
+        rows, whole = 0, offsets is None or not offsets.any()
         if used & Column.PROGRAM.flag:
             skips = np.maximum(delivered[owners] - low, 0)
             if skips.any():

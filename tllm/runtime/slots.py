@@ -157,6 +157,7 @@ class Slots:
 
     def __init__(self, max_sequences: int) -> None:
         self._sequences: dict[str, RunningSequence] = {}
+        #: The slot of each: it is looked up for all sequences of a batch that is another one.
         self._slot_of: dict[str, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         #: How many consumers have still to hear of the end of the sequence that had the slot.

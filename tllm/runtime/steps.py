@@ -513,10 +513,10 @@ class Steps:
         if self._means.waiting:
             self._means.judge()
         verdicts, stopped = self._verdicts.take(), self._controllers.take_stops()
-        frame = self._frame
-        if frame is not None and frame.undecided and self._controllers.acting:
-            self._stopped = stopped  # what is decided by its rows comes when they are handed out
-        if stopped or self._stopped is not None:
+        # What is decided by the rows of a step with drafts comes when they are handed out.
+        more = self._frame is not None and self._frame.undecided and self._controllers.acting
+        self._stopped = stopped if more else None
+        if stopped or more:
             verdicts = StoppedSequences(stopped, verdicts)
         if not self._broken.watching:
             return verdicts

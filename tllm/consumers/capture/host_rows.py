@@ -12,7 +12,7 @@ import torch
 
 from tllm.consumers.capture.activations import CapturedRows
 from tllm.consumers.capture.landing import Slab, runs_by_file, runs_of
-from tllm.consumers.capture.row_copier import RowCopier, RowCopy, as_bytes
+from tllm.consumers.capture.row_copier import RowCopier, RowCopy, row_bytes
 from tllm.consumers.capture.unsorted_rows import NOBODY, Chunk, Owners, UnsortedRows
 from tllm.ports import in_order
 from tllm.result_memory import ResultMemory
@@ -93,9 +93,10 @@ class HostRows:
         several = len(chunk.positions) > len(chunk.sequences)
         unsorted = self._unsorted.get(kind)
         if (several or chunk.landed is not None) and chunk.lies_together:
-            known = [n for s in chunk.sequences if (n := self._numbers.get(s)) is not None]
-            if unsorted is not None and known and unsorted.has_any(known):
-                self.sort(kind)  # of two rows of one position the later counts
+            if unsorted is not None:
+                known = [n for s in chunk.sequences if (n := self._numbers.get(s)) is not None]
+                if known and unsorted.has_any(known):
+                    self.sort(kind)  # of two rows of one position the later counts
             self._copier.run(self._cut(chunk))
             return
         if unsorted is None:
@@ -160,39 +161,33 @@ class HostRows:
         self._numbered = (), _NO_NUMBERS
         unsorted = self._unsorted.get(kind)
         if unsorted is not None and unsorted.takes <= 2 * len(unsorted.chunks):
-            own = unsorted.take(number)
-            for stays, parts in groupby(own, lambda part: part[0].landed is not None):
-                self._give_own(self._pieces.setdefault(sequence, _Pieces()), list(parts), stays)
+            pieces = self._pieces.setdefault(sequence, _Pieces())
+            own = groupby(unsorted.take(number), lambda row: row[0].landed is not None)
+            for stays, rows in own:
+                self._give_own(pieces, list(rows), stays)
             if not any(unsorted.chunks):
                 del self._unsorted[kind]
         else:
             self.sort(kind)
         del self._sequences[number]
 
-    def _give_own(
-        self, pieces: _Pieces, parts: Sequence[tuple[Chunk, list[int]]], stays: bool
-    ) -> None:
+    def _give_own(self, pieces: _Pieces, own: Sequence[tuple[Chunk, int]], stays: bool) -> None:
         """Give a sequence its own rows of some chunks: copies, unless they stay where they are."""
-        positions = [chunk.positions[rows] for chunk, rows in parts]
+        positions = np.array([chunk.positions[row] for chunk, row in own], np.int32)
         if stays:
-            for (chunk, rows), where in zip(parts, positions, strict=True):
-                self._append(pieces, where, chunk.rows[rows[0] : rows[-1] + 1])
+            for number, (chunk, row) in enumerate(own):
+                self._append(pieces, positions[number : number + 1], chunk.rows[row : row + 1])
             return
-        first, joined = parts[0][0].rows, np.concatenate(positions)
-        own = self._memory.empty((len(joined), *first.shape[1:]), first.dtype)
-        self._append(pieces, joined, own)
-        if self._copier.shares(own.nbytes):
-            begin, copies = 0, []
-            for chunk, rows in parts:
-                copies.append(RowCopy(own, begin, chunk.rows[rows]))
-                begin += len(rows)
-            self._copier.run(copies)
+        first = own[0][0].rows
+        copied = self._memory.empty((len(own), *first.shape[1:]), first.dtype)
+        self._append(pieces, positions, copied)
+        if self._copier.shares(copied.nbytes):
+            parts = [chunk.rows[row : row + 1] for chunk, row in own]
+            self._copier.run([RowCopy(copied, at, part) for at, part in enumerate(parts)])
             return
-        target, at = as_bytes(own), 0
-        for chunk, rows in parts:
-            for row in rows:
-                target[at] = chunk.data[row]
-                at += 1
+        target = row_bytes(copied)
+        for at, (chunk, row) in enumerate(own):
+            target[at] = chunk.data[row]
 
     def take_before(self, sequence: Hashable, position: int, most: int) -> CapturedRows | None:
         """The sorted rows of a running sequence before a position, with their positions at most so

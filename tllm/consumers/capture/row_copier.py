@@ -77,7 +77,7 @@ _Piece = tuple[_Bytes, npt.NDArray[np.int64] | slice, _Bytes]
 
 def _pieces(copy: RowCopy, most: int) -> Iterator[_Piece]:
     """A copy in parts of so many bytes at most, if a row has no more."""
-    target, source = as_bytes(copy.target), as_bytes(copy.source)
+    target, source = row_bytes(copy.target), row_bytes(copy.source)
     rows = max(1, most // max(1, source.shape[1]))
     for low in range(0, len(source), rows):
         part = source[low : low + rows]
@@ -108,7 +108,7 @@ def _copy_all(pieces: Sequence[_Piece]) -> None:
         target[at] = source
 
 
-def as_bytes(rows: torch.Tensor) -> _Bytes:
+def row_bytes(rows: torch.Tensor) -> _Bytes:
     """`[rows, bytes]`, the same memory where they are contiguous."""
     flat: _Bytes = rows.contiguous().view(torch.uint8).numpy()
     return flat.reshape(len(rows), rows.numel() // max(1, len(rows)) * rows.element_size())

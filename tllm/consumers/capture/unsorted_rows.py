@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.capture.landing import Landed, Slab, is_grouped
-from tllm.consumers.capture.row_copier import as_bytes
+from tllm.consumers.capture.row_copier import row_bytes
 
 IntArray = npt.NDArray[np.int32]
 Owners = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Chunk:
     @cached_property
     def data(self) -> npt.NDArray[np.uint8]:
         """`[rows, bytes]`, the same rows."""
-        return as_bytes(self.rows)
+        return row_bytes(self.rows)
 
 
 class UnsortedRows:
@@ -91,22 +91,19 @@ class UnsortedRows:
         """Whether there are rows of any of these sequences."""
         return bool(np.isin(self._owners[: self._begins[-1]], numbers).any())
 
-    def take(self, number: int) -> list[tuple[Chunk, list[int]]]:
-        """The rows of a sequence, which nobody has from now on: by chunk, which of its rows."""
+    def take(self, number: int) -> list[tuple[Chunk, int]]:
+        """The rows of a sequence, which nobody has from now on: of which chunk, and which there."""
         self.takes += 1
         begins = self._begins
         at = np.flatnonzero(self._owners[: begins[-1]] == number)
         self._owners[at] = NOBODY
         which = np.searchsorted(begins, at, side="right") - 1
-        own: dict[int, list[int]] = {}
-        for each, row in zip(which.tolist(), at.tolist(), strict=True):
-            own.setdefault(each, []).append(row - begins[each])
         taken = []
-        for each, rows in own.items():
+        for each, row in zip(which.tolist(), at.tolist(), strict=True):
             chunk = self.chunks[each]
             assert chunk is not None
-            taken.append((chunk, rows))
-            self._left[each] -= len(rows)
+            taken.append((chunk, row - begins[each]))
+            self._left[each] -= 1
             if not self._left[each]:
                 self.chunks[each] = None
                 self.nbytes -= chunk.rows.nbytes
