@@ -563,10 +563,13 @@ def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
 
 @pytest.mark.parametrize("count", [3 if INTERPRETED else 14])
 def test_nothing_is_drafted_beside_requests_that_are_guided(
-    guidable, reference, drafts, monkeypatch, count
+    guidable, reference, drafts, monkeypatch, caplog, count
 ):
     """So each of their tokens is drawn of candidates, and others are as ever."""
     drafting = guidable
+    monkeypatch.setattr(
+        drafting.llm_engine.engine_core.engine_core.scheduler, "_tllm_told_of_guides", False
+    )
     guide = drafting.register_consumer(Guide(boost=1000.0))
     lengths = LENGTHS[: 2 if INTERPRETED else None]
     alone = {"consumers": {"guide": {"enabled": False}}}
@@ -585,6 +588,7 @@ def test_nothing_is_drafted_beside_requests_that_are_guided(
     guided = {o.request_id: o for o in outputs[::2]}
     beside = [drafted for tokens, drafted in steps if {i.split("-")[0] for i in tokens} & {*guided}]
     assert len(beside) >= count and not any(beside)
+    assert caplog.text.count("speculative decoding drafts nothing for any request") == 1
     assert_greedy(outputs[1::2], reference)
     assert len(guide.seen) == count * len(guided)
     for row in guide.seen:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 else:
     _Base = object
+
+logger = init_logger(__name__)
 
 
 uses(
@@ -81,6 +84,7 @@ class _Rules(_Base):
         self._tllm_held = 0
         #: For which no tokens are drafted, nor for those beside them.
         self._tllm_guided: set[str] = set()
+        self._tllm_told_of_guides = False
         self._tllm_drafts_by_size = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._tllm_endings = RequestEndings()
         self._tllm_conversations = ConversationMemory()
@@ -116,6 +120,14 @@ class _Rules(_Base):
             return
         if spec.guided and self.num_spec_tokens:
             self._tllm_guided.add(request.request_id)
+            if not self._tllm_told_of_guides:
+                self._tllm_told_of_guides = True
+                logger.warning(
+                    "a consumer guides which tokens are drawn for a request: while one that it "
+                    "serves runs or waits, speculative decoding drafts nothing for any request; "
+                    "turn it off (consumers={'esamp': {'enabled': False}}, if it is ESamp) where "
+                    "tokens are to be drafted"
+                )
         known = request.request_id in self.requests  # more of a streamed prompt
         if spec.conversation is not None:
             spec = self._tllm_conversations.begin(request, spec)
