@@ -21,9 +21,9 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -46,8 +46,16 @@ _KEPT_S = 10.0
 _KEPT_SHARE = 4
 """Of the memory that can be shared, one part in so many is kept at most."""
 
+_SMALL_PIECE = 4 << 20
+"""Bytes of the files that small results share."""
+
+_ALIGNMENT = 64
+"""Of small results in such a file, in bytes."""
+
 _MOST_MAKERS = 8
 """Threads that allocate the pages of new memory, at most; at most half as many as processors."""
+
+_Buffer: TypeAlias = "ctypes.Array[ctypes.c_uint8]"
 
 _T = TypeVar("_T")
 
@@ -104,7 +112,7 @@ class ResultPiece:
                 weakref.finalize(self, page_unlock, self.address, device).atexit = False
         return self._page_locked
 
-    def buffer(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    def buffer(self, nbytes: int) -> _Buffer:
         """Its first bytes, for one use: whatever is made of them refers to this object."""
         return (ctypes.c_uint8 * nbytes).from_buffer(self._mapped)
 
@@ -140,8 +148,8 @@ class _Coming(NamedTuple):
 class ResultMemory:
     """Hands out memory for rows that will be results. Large pieces are shared files.
 
-    Any thread may ask. What is not shared, for want of room (a quarter is left to others) or
-    because it is small, is copied on its way to the user as anything else is.
+    Any thread may ask. Small pieces lie in one file beside each other. What is not shared, for want
+    of room (a quarter is left to others), is copied on its way to the user as anything else is.
 
     Args:
         most: shared files at a time; each has a file of its own.
@@ -153,6 +161,11 @@ class ResultMemory:
         self._kept: deque[ResultPiece] = deque()
         self._coming: deque[_Coming] = deque()
         self._makers: ThreadPoolExecutor | None = None
+        # Of the file that small results share at present, as long as anybody has one of them, and
+        # how many of its bytes they have.
+        self._small: Callable[[], _Buffer | None] = _nothing
+        self._small_used = 0
+        self._small_lock = threading.Lock()
         self._keeper: threading.Timer | None = None
         folder = os.statvfs(FOLDER)
         self._most_kept = folder.f_blocks * folder.f_frsize // _KEPT_SHARE
@@ -166,7 +179,7 @@ class ResultMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
-        raw = self._shared(nbytes) if nbytes >= WORTHWHILE else None
+        raw = self._shared(nbytes) if nbytes >= WORTHWHILE else self._beside_others(nbytes)
         if raw is None:
             # numpy asks the system for huge pages, which torch does not: filling new memory is
             # three times as fast.
@@ -185,7 +198,7 @@ class ResultMemory:
         if device.type == "cuda" and not piece.lock_pages(device):
             self._kept.append(piece)
             return None
-        return torch.from_numpy(self._in_use(piece, piece.capacity))
+        return torch.from_numpy(_bytes(self._in_use(piece, piece.capacity)))
 
     def make_ready(self, sizes: Sequence[int]) -> None:
         """Rows of so many bytes each are on their way, and `empty` will be asked for memory for
@@ -249,6 +262,28 @@ class ResultMemory:
                 piece.file.release()
 
     def _shared(self, nbytes: int) -> Bytes | None:
+        """A piece of a file that nobody else has."""
+        buffer = self._file(nbytes)
+        return None if buffer is None else _bytes(buffer)
+
+    def _beside_others(self, nbytes: int) -> Bytes | None:
+        """Bytes of a file that small results share."""
+        if not self._most:
+            return None
+        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        with self._small_lock:
+            buffer = self._small()
+            if buffer is None or self._small_used + taken > len(buffer):
+                buffer = self._file(_SMALL_PIECE)
+                if buffer is None:
+                    return None
+                self._small, self._small_used = weakref.ref(buffer), 0
+            begin = self._small_used
+            self._small_used += taken
+        return _bytes(buffer)[begin : begin + nbytes]
+
+    def _file(self, nbytes: int) -> _Buffer | None:
+        """The first bytes of a file that nobody has."""
         piece = (
             self._ready_one(nbytes, 2 * nbytes)
             or self._kept_one(nbytes, 2 * nbytes)
@@ -256,12 +291,12 @@ class ResultMemory:
         )
         return None if piece is None else self._in_use(piece, nbytes)
 
-    def _in_use(self, piece: ResultPiece, nbytes: int) -> Bytes:
+    def _in_use(self, piece: ResultPiece, nbytes: int) -> _Buffer:
         """The first bytes of a piece, which is kept again when nothing refers to them."""
         self._pieces[piece.address] = nbytes, piece
         buffer = piece.buffer(nbytes)
         weakref.finalize(buffer, self._let_go, piece.address)
-        return np.frombuffer(memoryview(buffer), np.uint8)
+        return buffer
 
     def _kept_one(self, least: int, most: int) -> ResultPiece | None:
         """One of those that are kept, of between so many bytes, that no reader has."""
@@ -337,6 +372,15 @@ class ResultMemory:
             self._keeper.start()
         except RuntimeError:  # the interpreter is ending
             self.trim()
+
+
+def _bytes(buffer: _Buffer) -> Bytes:
+    """The same memory; it refers to the buffer."""
+    return np.frombuffer(memoryview(buffer), np.uint8)
+
+
+def _nothing() -> None:
+    """In the place of a reference."""
 
 
 def _capacity(nbytes: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from tllm import result_memory
 from tllm.consumers.capture import host_rows, landing, row_copier
 from tllm.consumers.capture.host_rows import HostRows
-from tllm.consumers.capture.landing import Landed, Landing, LandingPart
+from tllm.consumers.capture.landing import Landed, Landing, LandingPart, Slab
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.consumers.capture.unsorted_rows import Chunk
 from tllm.ports import RequestInfo, RowMeta
@@ -210,6 +210,32 @@ def test_a_batch_that_is_described_anew_in_each_step_goes_on():
         meta = RowMeta(tuple(requests), index, positions, positions.astype(np.int64))
         slabs |= {part.landed.slab for part in lands.parts("kind", meta, rows)}
     assert [slab.steps for slab in slabs] == [16], "all but the first two"
+
+
+def test_rows_of_consecutive_steps_that_lie_in_one_place_are_one_piece():
+    """Of a sequence that ends while the others go on."""
+    held = HostRows(1 << 30, ResultMemory(0), leave=False)
+    slabs = [Slab(torch.zeros(3, 4, *SHAPE)) for _ in range(2)]
+    index = np.arange(3, dtype=np.int32)
+    for position in range(10):
+        at = np.full(3, position, np.int32)
+        rows = torch.cat([rows_of(sequence, at[:1]) for sequence in range(3)])
+        landed = (
+            None if position in (0, 9) else Landed(slabs[(position - 1) // 4], (position - 1) % 4)
+        )
+        if landed is not None:
+            slab = landed.slab.rows
+            slab[:, landed.step] = rows
+            rows = slab[:, landed.step]
+        held.add("kind", Chunk(["a", "b", "c"], index, at, rows, landed))
+    for name in "bca":
+        number = "abc".index(name)
+        found, _ = held.take("kind", name)
+        assert found is not None and found.positions.tolist() == list(range(10))
+        assert [len(rows) for _, rows in found.pieces()] == [1, 4, 4, 1]
+        assert torch.equal(found.tensor, rows_of(number, found.positions))
+    assert held.held == 0
+    held.close()
 
 
 @pytest.mark.parametrize("leave", [True, False])

@@ -126,6 +126,41 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     assert files(folder.token) == {folder.token}
 
 
+def test_small_results_share_a_file_for_as_long_as_anybody_has_one():
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    before = own_files()
+    results = [memory.empty((100, 251), torch.float32).fill_(number) for number in range(60)]
+    made = own_files() - before
+    assert len(made) == 2, "6 MB in files of 4"
+    found = [decode(writer.encode([r.numpy() for r in results[:3]], folder.token))]
+    found += [decode(writer.encode([r.numpy() for r in results[3:]], folder.token))]
+    assert [float(each.mean()) for each in found[0] + found[1]] == list(range(60))
+    assert all(each.min() == each.max() for each in found[0] + found[1])
+    found[0][0] += 1  # it is the reader's own
+    assert [float(each.mean()) for each in found[0] + found[1]] == [1, *range(1, 60)]
+    del results, found
+    gc.collect()
+    memory.trim()
+    assert own_files() == before
+    again = memory.empty((100, 251), torch.float32)
+    assert len(own_files() - before) == 1
+    del again
+    memory.trim()
+
+
+def test_whoever_is_given_little_of_a_file_does_not_hold_all_of_it():
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows = memory.empty((4, 1000), torch.float32).copy_(torch.randn(4, 1000))
+    payload = writer.encode({"rows": rows.numpy()}, folder.token)
+    assert pickle.loads(payload)[1] is None
+    assert torch.equal(torch.from_numpy(decode(payload)["rows"]), rows)
+    del rows
+    memory.trim()
+    assert files(folder.token) == {folder.token}
+
+
 def test_results_that_are_kept_take_no_file_descriptors():
     memory = ResultMemory()
     folder, writer = SharedFolder(), answers.AnswerWriter(memory)

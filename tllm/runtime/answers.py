@@ -9,7 +9,7 @@ import atexit
 import os
 import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -23,6 +23,10 @@ from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile, room
 
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""
+
+_LINKED = 64 << 10
+"""Bytes of a file that are worth a link to it: of less, a copy costs no more, and does not hold all
+of the file as long as anybody has them."""
 
 _PIECE = 32 << 20
 _ALIGNMENT = 64
@@ -66,8 +70,14 @@ class AnswerWriter:
         linked: dict[Path, int] = {}
         copied = []
         located = self._memory.locate(views) if self._memory else [None] * len(views)
+        held = Counter[SharedFile]()
+        for view, found in zip(views, located, strict=True):
+            if found is not None:
+                held[found[0]] += len(view)
         for i, (view, found) in enumerate(zip(views, located, strict=True)):
-            number = None if found is None else self._link(found[0], linked, names, token)
+            number = None
+            if found is not None and held[found[0]] >= _LINKED:
+                number = self._link(found[0], linked, names, token)
             if found is None or number is None:
                 copied.append(i)
             else:

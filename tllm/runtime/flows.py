@@ -316,8 +316,11 @@ class BoundConsumer:
             raise ValueError(
                 f"export(..., into=...) has memory for {unknown}; the tensors are {sorted(tensors)}"
             )
+        # The thread that waits for them waits for most of a step.
         copies: dict[str, HostTensor] = {
-            name: CopyInto(tensor, given[name]) if name in given else PinnedCopy(tensor)
+            name: CopyInto(tensor, given[name], sleeps=True)
+            if name in given
+            else PinnedCopy(tensor, sleeps=True)
             for name, tensor in tensors.items()
         }
         rest = (attached,) if self.takes_attached else ()

@@ -37,9 +37,14 @@ def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class PinnedCopy(HostTensor):
-    """A host copy of a tensor, in page-locked memory, under way on the current stream."""
+    """A host copy of a tensor, in page-locked memory, under way on the current stream.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    Args:
+        sleeps: a thread that waits for it leaves its core to others; it goes on some microseconds
+            later than one that asks the device again and again.
+    """
+
+    def __init__(self, tensor: torch.Tensor, sleeps: bool = False) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{type(tensor).__name__} cannot be brought to the host; give a tensor")
         self._fence: torch.cuda.Event | None = None
@@ -48,7 +53,7 @@ class PinnedCopy(HostTensor):
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
-        self._fence = torch.cuda.Event()
+        self._fence = torch.cuda.Event(blocking=sleeps)
         self._fence.record(current_stream(tensor.device))
 
     @property
@@ -65,7 +70,7 @@ class PinnedCopy(HostTensor):
 class CopyInto(PinnedCopy):
     """A tensor's values, under way into memory that is there already."""
 
-    def __init__(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, target: torch.Tensor, sleeps: bool = False) -> None:
         if tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise ValueError(
                 f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot go into memory "
@@ -77,7 +82,7 @@ class CopyInto(PinnedCopy):
             target.copy_(tensor)
             return
         rows_to_host(tensor.contiguous(), target)
-        self._fence = torch.cuda.Event()
+        self._fence = torch.cuda.Event(blocking=sleeps)
         self._fence.record(current_stream(tensor.device))
 
 

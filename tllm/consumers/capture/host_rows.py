@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -175,8 +175,10 @@ class HostRows:
         """Give a sequence its own rows of some chunks: copies, unless they stay where they are."""
         positions = np.array([chunk.positions[row] for chunk, row in own], np.int32)
         if stays:
-            for number, (chunk, row) in enumerate(own):
-                self._append(pieces, positions[number : number + 1], chunk.rows[row : row + 1])
+            begin = 0
+            for rows in _joined(own):
+                self._append(pieces, positions[begin : begin + len(rows)], rows)
+                begin += len(rows)
             return
         first = own[0][0].rows
         copied = self._memory.empty((len(own), *first.shape[1:]), first.dtype)
@@ -330,6 +332,26 @@ class HostRows:
         pieces.positions.append(positions)
         pieces.rows.append(rows)
         pieces.nbytes += rows.nbytes
+
+
+def _joined(own: Sequence[tuple[Chunk, int]]) -> Iterator[torch.Tensor]:
+    """The rows of one sequence in some chunks, which stay where they are: those of consecutive
+    steps lie together."""
+    runs: list[list[tuple[Chunk, int]]] = []
+    for chunk, row in own:
+        if runs:
+            before, place = runs[-1][-1]
+            if row == place and chunk.lies_behind(before):
+                runs[-1].append((chunk, row))
+                continue
+        runs.append([(chunk, row)])
+    for run in runs:
+        chunk, row = run[0]
+        landed = chunk.landed
+        if landed is None or landed.slab is None:
+            yield chunk.rows[row : row + 1]
+        else:
+            yield landed.slab.rows[row, landed.step : landed.step + len(run)]
 
 
 def _positions_bytes(rows: Sequence[torch.Tensor | SpilledRows]) -> int:

@@ -49,6 +49,14 @@ class Chunk:
             return self.landed.slab is None
         return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
 
+    def lies_behind(self, other: Chunk) -> bool:
+        """Whether each row lies behind that of its sequence in another chunk, which has the same
+        sequences."""
+        own, before = self.landed, other.landed
+        if own is None or before is None or own.slab is None:
+            return False
+        return own.slab is before.slab and own.step == before.step + 1
+
     @cached_property
     def data(self) -> npt.NDArray[np.uint8]:
         """`[rows, bytes]`, the same rows."""
