@@ -192,7 +192,7 @@ class ResultMemory:
 
         Its values are undefined, as those of `empty`.
         """
-        piece = self._kept_one(least, most)
+        piece = self._largest_kept(least, most)
         if piece is None:
             return None
         if device.type == "cuda" and not piece.lock_pages(device):
@@ -307,6 +307,18 @@ class ResultMemory:
             if least <= piece.capacity <= most and not piece.is_held:
                 return piece
             self._kept.append(piece)
+        return None
+
+    def _largest_kept(self, least: int, most: int) -> ResultPiece | None:
+        """Likewise, the largest: what lands in few files is a result in few pieces."""
+        fitting = [piece for piece in list(self._kept) if least <= piece.capacity <= most]
+        for piece in sorted(fitting, key=lambda each: each.capacity, reverse=True):
+            if not piece.is_held:
+                try:
+                    self._kept.remove(piece)
+                except ValueError:  # another thread has it
+                    continue
+                return piece
         return None
 
     def _ready_one(self, least: int, most: int) -> ResultPiece | None:

@@ -197,6 +197,18 @@ def test_new_memory_is_made_ready_for_the_prompts_of_a_step(monkeypatch):
     memory.trim()
 
 
+def test_rows_land_in_the_largest_memory_that_fits():
+    """Beside the files of small results, which are many."""
+    memory, cpu = ResultMemory(), torch.device("cpu")
+    sizes = (4 << 20, 32 << 20, 4 << 20, 64 << 20, 16 << 20)
+    results = [memory.empty((size,), torch.uint8) for size in sizes]
+    del results
+    taken = [memory.used_before(1 << 20, 48 << 20, cpu) for _ in range(5)]
+    assert [None if raw is None else len(raw) >> 20 for raw in taken] == [32, 16, 4, 4, None]
+    del taken
+    memory.trim()
+
+
 def test_a_batch_that_is_described_anew_in_each_step_goes_on():
     memory, count = ResultMemory(), 16
     memory.empty((1 << 20,), torch.uint8)  # a result that is gone

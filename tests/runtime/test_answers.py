@@ -161,6 +161,27 @@ def test_whoever_is_given_little_of_a_file_does_not_hold_all_of_it():
     assert files(folder.token) == {folder.token}
 
 
+@pytest.mark.parametrize("share", [7, 9])
+def test_a_result_holds_no_file_that_others_had_most_of(share):
+    """One of many requests that ended together is kept, and the others are not."""
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows = memory.empty((9 << 20,), torch.uint8)
+    rows[:] = 7
+    kept = decode(writer.encode(rows[: (9 << 20) // share].numpy(), folder.token))
+    del rows
+    gc.collect()
+    again = memory.used_before(9 << 20, 9 << 20, torch.device("cpu"))
+    assert (again is not None) == (share == 9)
+    if again is not None:
+        again[:] = 0
+    kept += 1  # it is the reader's own
+    assert (kept == 8).all()
+    del again, kept
+    memory.trim()
+    assert files(folder.token) == {folder.token}
+
+
 def test_results_that_are_kept_take_no_file_descriptors():
     memory = ResultMemory()
     folder, writer = SharedFolder(), answers.AnswerWriter(memory)

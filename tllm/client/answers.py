@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import Counter
 from typing import Any
 
 from tllm.shared_memory import FOLDER, IN_MEMORY, SharedFile, sweep
+
+_LITTLE = 8
+"""An answer that has less than one part in so many of a file is copied out of it: the rest of the
+file would be held as long as anybody has the answer."""
 
 
 class SharedFolder:
@@ -32,14 +37,23 @@ def decode(payload: bytes) -> Any:
         return pickle.loads(body)
     files = [SharedFile(FOLDER / name) for name in names]
     try:
-        memory = [file.hold().data for file in files]
+        memory = [file.hold() for file in files]
     finally:
         for file in files:
             file.release()
-    buffers = [
-        bytearray(place) if isinstance(place, bytes) else memory[place[0]][place[1] :][: place[2]]
-        for place in places
-    ]
+    used = Counter[int]()
+    for place in places:
+        if not isinstance(place, bytes):
+            used[place[0]] += place[2]
+    buffers: list[Any] = []
+    for place in places:
+        if isinstance(place, bytes):
+            buffers.append(bytearray(place))
+            continue
+        number, begin, nbytes = place
+        own = memory[number][begin : begin + nbytes]
+        little = _LITTLE * used[number] < len(memory[number])
+        buffers.append(own.copy() if little else own.data)
     return pickle.loads(body, buffers=buffers)
 
 
