@@ -161,18 +161,20 @@ def test_whoever_is_given_little_of_a_file_does_not_hold_all_of_it():
     assert files(folder.token) == {folder.token}
 
 
-@pytest.mark.parametrize("share", [7, 9])
-def test_a_result_holds_no_file_that_others_had_most_of(share):
+@pytest.mark.parametrize(
+    ("nbytes", "share", "held"), [(4 << 20, 7, True), (4 << 20, 9, False), (64 << 20, 9, True)]
+)
+def test_a_small_result_holds_no_file_that_others_have_most_of(nbytes, share, held):
     """One of many requests that ended together is kept, and the others are not."""
     memory = ResultMemory()
     folder, writer = SharedFolder(), answers.AnswerWriter(memory)
-    rows = memory.empty((9 << 20,), torch.uint8)
+    rows = memory.empty((nbytes,), torch.uint8)
     rows[:] = 7
-    kept = decode(writer.encode(rows[: (9 << 20) // share].numpy(), folder.token))
+    kept = decode(writer.encode(rows[: nbytes // share].numpy(), folder.token))
     del rows
     gc.collect()
-    again = memory.used_before(9 << 20, 9 << 20, torch.device("cpu"))
-    assert (again is not None) == (share == 9)
+    again = memory.used_before(nbytes, nbytes, torch.device("cpu"))
+    assert (again is None) == held
     if again is not None:
         again[:] = 0
     kept += 1  # it is the reader's own

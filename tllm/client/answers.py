@@ -7,11 +7,11 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from tllm.shared_memory import FOLDER, IN_MEMORY, SharedFile, sweep
+from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, SharedFile, sweep
 
 _LITTLE = 8
-"""An answer that has less than one part in so many of a file is copied out of it: the rest of the
-file would be held as long as anybody has the answer."""
+"""An answer that has less than one part in so many of a file is copied out of it, if that costs no
+more than to share it: the rest of the file would be held as long as anybody has the answer."""
 
 
 class SharedFolder:
@@ -52,7 +52,7 @@ def decode(payload: bytes) -> Any:
             continue
         number, begin, nbytes = place
         own = memory[number][begin : begin + nbytes]
-        little = _LITTLE * used[number] < len(memory[number])
+        little = used[number] < min(WORTHWHILE, len(memory[number]) / _LITTLE)
         buffers.append(own.copy() if little else own.data)
     return pickle.loads(body, buffers=buffers)
 
