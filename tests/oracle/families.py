@@ -1007,12 +1007,16 @@ def engine_arguments(name: str) -> dict[str, Any]:
             "hf_overrides": {"text_config": {"sliding_window": WINDOW - 1}},
             "limit_mm_per_prompt": {"image": 0, "video": 0},
         }
+    arguments: dict[str, Any] = {}
     if name in _ROTATED_BY_HEAD and not torch.cuda.is_available():
         # vLLM's rotary kernel for CPUs takes a row of heads [rows, heads, size] for one head.
-        return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if "kv_lora_rank" in (CONFIGS | SURVEYED)[name][1] and not torch.cuda.is_available():
+        # Where the processor has AMX, vLLM takes its latent attention that multiplies 16 bits only.
+        arguments["attention_backend"] = "CPU_MLA"
     if "text_config" in (CONFIGS | SURVEYED)[name][1]:
-        return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-    return {}
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    return arguments
 
 
 @dataclass(frozen=True)

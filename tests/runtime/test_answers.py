@@ -196,6 +196,22 @@ def test_results_that_are_kept_take_no_file_descriptors():
     assert torch.equal(torch.from_numpy(kept[9]), rows)
 
 
+def test_names_that_readers_have_removed_are_forgotten():
+    """A server gives thousands of answers before the first is too old to be come for."""
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows = memory.empty((1 << 20,), torch.float32).fill_(1)
+    unread = writer.encode(rows.numpy(), folder.token)
+    for _ in range(5):
+        decode(writer.encode(rows.numpy(), folder.token))
+    assert len(writer._written) == 2
+    assert float(decode(unread).sum()) == 1 << 20
+    del rows
+    gc.collect()
+    memory.trim()
+    assert files(folder.token) == {folder.token}
+
+
 def test_an_answer_that_comes_after_its_caller_has_left_keeps_nothing(monkeypatch):
     folder, writer = SharedFolder(), answers.AnswerWriter()
     big = np.zeros(1 << 20)

@@ -42,6 +42,14 @@ def test_it_wraps_around_when_the_oldest_rows_are_free():
     assert second.start == 4
 
 
+def test_rows_behind_those_that_wait_are_given_when_the_rows_before_them_are_too_few():
+    ring = make_ring(rows=32)
+    first, _ = held(ring, 6), held(ring, 4)
+    first.release()
+    assert [held(ring, rows).start for rows in (4, 4, 2, 18)] == [0, 10, 4, 14]
+    assert ring.reserve(1) is None
+
+
 def test_rows_in_use_are_those_that_somebody_holds():
     ring = make_ring()
     first, _ = held(ring, 2), held(ring, 3)
@@ -64,6 +72,16 @@ def test_block_waits_for_the_oldest_reader():
     waiting += [held(ring, 4), held(ring, 4)]
     assert ring.reserve(6).start == 0
     assert waiting == []
+
+
+def test_block_takes_what_a_reader_gave_back_just_before_it_would_have_been_waited_for():
+    def too_late_to_wait_for():
+        given.release()
+        return False
+
+    ring = make_ring(overflow="block", make_progress=too_late_to_wait_for)
+    given = held(ring, 8)
+    assert ring.reserve(6).start == 0
 
 
 def test_block_gives_up_when_nothing_can_make_progress():
@@ -120,16 +138,26 @@ def test_without_memory_for_it_a_step_is_dropped(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_spans_that_are_held_never_overlap(seed):
+def test_spans_that_are_held_never_overlap_and_rows_are_dropped_only_where_none_fit(seed):
     pick = random.Random(seed)
     ring = make_ring(rows=16, max_rows=64)
-    alive = []
+    alive, given, dropped = [], [], 0
     for _ in range(300):
         if alive and pick.random() < 0.5:
             alive.pop(pick.randrange(len(alive)))[1].release()
-        span = held(ring, pick.randint(1, 12))
+        rows = pick.randint(1, 12)
+        span = held(ring, rows)
+        while given and not given[0].held:  # taken back in the order in which they were given
+            given.pop(0)
         if span is not None:
             assert span.start >= 0 and span.start + span.rows <= ring.capacity
             alive.append((ring.arena, span))
+            given.append(span)
+        else:
+            dropped += 1
+            used = {row for s in given for row in range(s.start, s.start + s.rows)}
+            places = range(ring.capacity - rows + 1)
+            assert not any(used.isdisjoint(range(place, place + rows)) for place in places)
         taken = [(id(arena), row) for arena, s in alive for row in range(s.start, s.start + s.rows)]
         assert len(taken) == len(set(taken))
+    assert dropped

@@ -24,6 +24,9 @@ from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile, room
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""
 
+_LOOKED_AT = 256
+"""Names of earlier answers that are looked at with each answer: a reader removes his."""
+
 _LINKED = 64 << 10
 """Bytes of a file that are worth a link to it: of less, a copy costs no more, and does not hold all
 of the file as long as anybody has them."""
@@ -133,8 +136,16 @@ class AnswerWriter:
         return file.path.name
 
     def _forget(self, age: float) -> None:
-        while self._written and time.monotonic() - self._written[0][0] >= age:
-            self._written.popleft()[1].release()
+        """Remove names that nobody came for in so many seconds; others who came have removed
+        theirs."""
+        now = time.monotonic()
+        most = _LOOKED_AT if age else len(self._written)
+        for _ in range(min(len(self._written), most)):
+            since, file = self._written.popleft()
+            if now - since >= age:
+                file.release()
+            elif file.path.exists():
+                self._written.append((since, file))
 
 
 def _copy(file: SharedFile, views: Sequence[memoryview], offsets: Sequence[int]) -> None:

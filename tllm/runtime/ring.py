@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Literal
 
 import torch
 
 Overflow = Literal["block", "drop"]
+
+_START = attrgetter("start")
 
 
 class Span:
@@ -92,7 +95,6 @@ class Ring:
         self._make_progress = make_progress
         self._spans: deque[Span] = deque()
         self._retired: list[tuple[torch.Tensor, list[Span]]] = []
-        self._head = 0
         self.arena: torch.Tensor
         self.capacity: int
         self._allocate(rows)
@@ -104,7 +106,6 @@ class Ring:
             self._retired.append((self.arena, list(self._spans)))
         self.arena, self.capacity = arena, rows
         self._spans.clear()
-        self._head = 0
         self._on_move(self.arena)
 
     @property
@@ -140,7 +141,6 @@ class Ring:
                 return None
         span = Span(start, rows)
         self._spans.append(span)
-        self._head = start + rows
         return span
 
     def _outgrow(self, rows: int) -> bool:
@@ -170,22 +170,21 @@ class Ring:
         self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
 
     def _find(self, rows: int) -> int | None:
+        """The lowest place that is free: few rows, always the same, stay in the cache, and the row
+        plan of a steady batch repeats."""
         self.free_spans()
-        if not self._spans:
-            return 0 if rows <= self.capacity else None
-        tail = self._spans[0].start
-        if self._head > tail:
-            # Wrap as soon as the front is free: few rows, always the same, stay in the cache,
-            # and the row plan of a steady batch repeats.
-            if tail >= rows:
-                return 0
-            return self._head if self.capacity - self._head >= rows else None
-        return self._head if tail - self._head >= rows else None
+        end = 0
+        for span in sorted(self._spans, key=_START):
+            if span.start - end >= rows:
+                return end
+            end = span.start + span.rows
+        return end if self.capacity - end >= rows else None
 
     def _wait(self) -> bool:
         oldest = self._spans[0]
         while oldest.held:
-            if not self._make_progress():
+            # Without anything to wait for, a reader may have ended between the two questions.
+            if not self._make_progress() and oldest.held:
                 return False
         for fence in oldest.fences:
             fence.synchronize()
