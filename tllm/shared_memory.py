@@ -236,7 +236,7 @@ def _is_left(name: str, found: os.stat_result, own_namespace: int) -> bool:
         no_owner = _NAME_BEFORE_OWNERS.fullmatch(name) is not None
         return no_owner and time.time() - found.st_mtime > _OLD_S
     namespace, pid, start = map(int, told.group(1, 2, 3))
-    return bool(own_namespace) and namespace == own_namespace and _start_time(pid) != start
+    return bool(own_namespace) and namespace == own_namespace and start_time(pid) != start
 
 
 def _new_name(owner: str = "") -> str:
@@ -244,7 +244,7 @@ def _new_name(owner: str = "") -> str:
     if owner:
         return f"{owner}-{uuid.uuid4().hex}"
     pid = os.getpid()
-    return f"tllm-{_namespace()}-{pid}-{_start_time(pid)}-{uuid.uuid4().hex}"
+    return f"tllm-{_namespace()}-{pid}-{start_time(pid)}-{uuid.uuid4().hex}"
 
 
 def _private(path: str, flags: int) -> int:
@@ -259,7 +259,7 @@ def _namespace() -> int:
         return 0
 
 
-def _start_time(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process began, in ticks since the host did: ids are used again. 0 if it is gone."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text()

@@ -141,3 +141,22 @@ def test_room_that_a_bank_has_not_got_is_taken_from_who_was_forgotten_too():
     table.shrink_to(2)
     assert [lease.slot for lease in leases] == [0, 1, UNGUIDED]
     assert not table.leave(requests[2])
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_a_later_input_that_names_another_group_gives_back_the_distiller_of_the_first(persist):
+    table = make_table(capacity=3, persist=persist)
+    first, later, without = (
+        make_request("a", slot=0, options=options)
+        for options in ({"group": "x"}, {"group": "y"}, {})
+    )
+    other = make_request("b", slot=1, options={"group": "y"})
+    shared = table.join(other)
+    old, before = table.join(first), table.version
+    assert table.join(later) is shared is not old
+    assert table.version > before
+    assert table.in_use == (2 if persist else 1)
+    assert table.join(without).label == "req-a" and table.in_use == (3 if persist else 2)
+    assert table.leave(without) and table.leave(other)
+    assert table.in_use == (2 if persist else 0)
+    assert not table._joined and not shared.live and not old.live

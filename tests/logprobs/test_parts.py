@@ -271,6 +271,50 @@ def test_whoever_finds_no_free_row_waits_for_one():
     asyncio.run(run())
 
 
+async def lent(arena, ticket):
+    """The values of a row that is the caller's until he drops them."""
+    place = await arena.lease()
+    written(arena, place, ticket, np.ones(2**15, np.float32))
+    return arena.read(place, ticket).values
+
+
+def test_a_row_whose_waiter_left_is_for_the_next_in_line():
+    async def run():
+        arena = Arena(8, 0)  # two rows
+        place, _ = await arena.lease(), await arena.lease()
+        first, second = (asyncio.ensure_future(arena.lease()) for _ in range(2))
+        await asyncio.sleep(0.01)
+        arena.release(place)
+        first.cancel()
+        assert await asyncio.wait_for(second, 5) == place
+        arena.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_rows_that_come_back_are_for_whoever_waits(monkeypatch, looks):
+    """Also where nobody asks for rows afterwards, and where somebody looks how many are free."""
+
+    async def run():
+        arena = Arena(2**15, 4 * (2**15 + 16) * 16)
+        arena.expect(16)
+        held = [await lent(arena, ticket) for ticket in range(1, 8)]
+        taken = [await arena.lease() for _ in range(arena.free)]
+        monkeypatch.setattr("tllm.logprobs.arena.room", lambda: 0)
+        waiter = asyncio.ensure_future(arena.lease())
+        await asyncio.sleep(0.01)
+        assert not waiter.done() and taken
+        held.pop()
+        gc.collect()
+        if looks:
+            assert arena.free <= 1
+        assert await asyncio.wait_for(waiter, 5) not in taken
+        arena.close()
+
+    asyncio.run(run())
+
+
 def test_answers_are_free_as_soon_as_nobody_refers_to_them():
     """Their rows would be wanting until a garbage collection, and the next ones be copied."""
     made: list[weakref.ref[torch.Tensor]] = []

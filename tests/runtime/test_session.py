@@ -577,6 +577,60 @@ def test_what_was_written_for_an_input_is_not_for_one_that_does_not_ask(engine, 
     assert found == [[1.0] * HIDDEN, [0.0] * HIDDEN, [1.0] * HIDDEN]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_who_used_a_consumer_in_an_earlier_input_is_told_to_it_at_the_end(engine, again):
+    class BySlot(Asked):
+        rows, options = {}, []
+
+        def consume_bundle(self, bundle, ctx):
+            for number, request in enumerate(bundle.meta.requests):
+                own = bundle.meta.positions[bundle.meta.request_index == number]
+                self.rows.setdefault(request.slot, []).extend(own.tolist())
+
+        def on_request_finished(self, request, ctx):
+            self.options.append((request.prompt_len, dict(request.options)))
+            return self.rows.pop(request.slot, [])
+
+    engine.session.register(consumer := BySlot())
+
+    def result_of(name):
+        engine.finish(name)
+        return engine.session.pop_results([name], {})[name][0]["positions"]["payload"]
+
+    engine.start("a", consumers=["positions"])
+    engine.step(a=PROMPT)
+    grow(engine, "a")
+    engine.step(a=2)
+    if again:
+        grow(engine, "a", "positions")
+        engine.step(a=1)
+        grow(engine, "a")
+        engine.step(a=1)
+    expected = [*range(PROMPT), *([PROMPT + 2] if again else [])]
+    assert result_of("a") == expected and not consumer.rows
+    assert consumer.options == [(PROMPT + (6 if again else 2), {"enabled": True})]
+    engine.start("b", consumers=["positions"])
+    engine.step(b=PROMPT)
+    assert result_of("b") == list(range(PROMPT)), "it has the slot that the other had"
+
+
+def test_a_consumer_that_comes_is_not_told_of_who_used_another_of_its_name(engine):
+    engine.session.register(Asked())
+    engine.start("a", consumers=["positions"])
+    engine.step(a=PROMPT)
+    grow(engine, "a")
+    engine.session.unregister()
+    ended = []
+
+    class Other(Asked):
+        def on_request_finished(self, request, ctx):
+            ended.append(request.request_id)
+
+    engine.session.register(Other())
+    engine.finish("a")
+    assert not ended
+
+
 def test_once_all_consumers_are_waited_for_no_rows_are_kept_for_slow_ones(engine):
     slowly = threading.Event()
 
@@ -594,6 +648,22 @@ def test_once_all_consumers_are_waited_for_no_rows_are_kept_for_slow_ones(engine
     engine.session.synchronize()
     assert consumer.seen == {"a": [0, 1, 2, 3]}
     assert not engine.session._ring._spans
+
+
+@pytest.mark.parametrize("of_controllers", [63, 64])
+def test_a_row_has_all_operations_of_its_request_and_of_controllers(engine, of_controllers):
+    """As many as both may be."""
+    place = ("post_block", 0)
+    one = Coefficients(add=0.5, norm=1e-12)
+    assert not one.only_adds, "each is an operation of its own"
+    groups = {
+        name: [(*place, name, one)] * count for name, count in (("a", 64), ("b", of_controllers))
+    }
+    engine.session.steering.put({name: np.ones(HIDDEN, np.float32) for name in groups}, groups)
+    uses = [GroupUse("any", Selection(), name) for name in groups]
+    engine.start("a", *uses)
+    _, rows = engine.begin({"a": 1})
+    assert rows[0].tolist() == pytest.approx([0.5 * (64 + of_controllers)] * HIDDEN)
 
 
 def test_steering_follows_the_order_of_the_batch(engine):

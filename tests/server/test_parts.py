@@ -48,6 +48,7 @@ from tllm.server.doors import Door, prompt_tokens
 from tllm.server.fields import FieldError, asked_in, field_error
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
+from tllm.server.live import LiveScores
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.patch_sweeps import PatchSweeps, SweepBody
 from tllm.server.refusals import RefusedChoices
@@ -312,6 +313,7 @@ def test_limits_are_those_of_the_callers_key(tmp_path):
     ("given", "sentence"),
     [
         ({"default": {"rows": -1}}, "default.rows: input should be greater"),
+        ({"default": {"configurations": 10**6}}, "default.configurations: input should be less"),
         ({"default": {"requests": True}}, "default.requests: input should be a valid integer"),
         ({"default": {"capture": 0}}, "default.capture: input should be a valid boolean"),
         ({"default": {"row": 1}}, r"default.row: .*\(there are capture, .*rows"),
@@ -414,6 +416,59 @@ def test_what_is_refused_of_a_module_is_told_by_the_field_that_named_it(
         assert (error.field, error.status) == (field, status)
 
 
+def test_a_sweep_whose_caller_leaves_is_cancelled_once(tmp_path):
+    """Else a second time would end the cleaning up after the first."""
+    cleaned = []
+
+    class Patching:
+        async def sweep(self, *given, progress, **more):
+            try:
+                progress(0, 9)
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.05)
+                cleaned.append("rows")
+
+    async def run(reads):
+        of_key = LimitsByKey(parse_limits({}), tmp_path)
+        sweeps = PatchSweeps(SimpleNamespace(patching=Patching()), of_key, None)
+        body = SweepBody(clean="a", corrupt="b", hooks="post_block")
+        stream = await sweeps.begin(body, {})
+        (task,) = sweeps._running
+        if reads:
+            assert json.loads(await anext(stream)) == {"experiments": 9}
+            await stream.aclose()
+            await asyncio.sleep(0.01)
+        del stream  # what was given up is collected meanwhile
+        gc.collect()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    for reads in (True, False):
+        asyncio.run(run(reads))
+    assert cleaned == ["rows", "rows"]
+
+
+def test_streams_go_on_though_a_consumer_says_nothing_of_theirs_that_can_be_read():
+    class Told:
+        async def call_consumer(self, name, method, since):
+            await asyncio.sleep(0.01)
+            if name == "mine":
+                return [dict.fromkeys(since)]
+            if name == "wrong":
+                return [3]
+            return [{prompt: {0: name} for prompt in since}]
+
+    async def run():
+        live = LiveScores(Told())
+        asked = [("a", "mine"), ("b", "wrong"), ("c", "probe")]
+        told = [live.ask(prompt, {name: {0: 0}}) for prompt, name in asked]
+        return await asyncio.wait_for(asyncio.gather(*told), 30)
+
+    mine, wrong, probe = asyncio.run(run())
+    assert mine == {"mine": {}} and not wrong.get("wrong") and probe == {"probe": {0: "probe"}}
+
+
 def test_what_is_refused_of_a_sweep_names_it(tmp_path):
     for limits, status in (({"patching": False}, 403), ({"requests": 0}, 429)):
         of_key = limited(tmp_path / str(status), **limits)
@@ -489,6 +544,33 @@ def test_requests_in_flight_are_counted_over_all_processes(tmp_path):
     for end in ends:
         end()
     assert limits._counts.totals(1) == (0, 0)
+
+
+def test_a_way_of_steering_is_one_in_all_processes(tmp_path):
+    way = {"steering_vectors": {"post_block": {"1": [1.0]}}}
+    limits = limited(tmp_path, configurations=2)
+    other = (
+        "import json, sys; from pathlib import Path; from tllm.server.limits import *;"
+        "given = {'keys': {'k1': {'configurations': 2}}};"
+        "limits = LimitsByKey(parse_limits(given), Path(sys.argv[1]));"
+        "end = limits.begin(1, json.loads(sys.argv[2])); print('begun', flush=True); input();"
+        "end(); print('ended', flush=True); input()"
+    )
+    folder = tmp_path / "in-flight"
+    (folder / ".nfs0000000001").touch()  # as a file system leaves of a file that somebody has open
+    command = [sys.executable, "-c", other, str(folder), json.dumps(way)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        end = limits.begin(1, way)
+        assert limits._counts.totals(1) == (2, 1)
+        another = {"steering_vectors": {"post_block": {"1": [2.0]}}}
+        limits.begin(1, another)()
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "ended\n"
+        assert limits._counts.totals(1) == (1, 1)
+        end()
+        assert limits._counts.totals(1) == (0, 0)
+        process.kill()
 
 
 def test_ways_of_steering_in_flight_are_distinct_ones(tmp_path):

@@ -290,7 +290,11 @@ def test_conditions_of_what_has_no_effect_are_judged():
         assert len(group.gates.judged) == 1
         assert not group.use.changes_rows
     [of_prompt] = composed(at(1, when={"over": "prompt_mean"}))
-    assert of_prompt.use.judges_prompt
+    assert of_prompt.use.judges_for_later
+    for scope in ("next", "rest"):
+        [remembers] = composed(at(1, when={"scope": scope}))
+        assert remembers.use.judges_for_later and not remembers.use.changes_rows
+    assert not composed(at(1))[0].use.judges_for_later
     steers, also = composed({**at(1, scale=2), **at(2, above=0.7)})
     assert steers.digest == composed(at(1, scale=2))[0].digest, "it shares what it did"
     assert [gate.low for gate in also.gates.judged] == [0.7]

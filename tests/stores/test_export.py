@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.stores.samples import record_of
 from tllm import stores
-from tllm.stores import Record, Store, StoreError, StoreWriter, export
+from tllm.stores import Record, RecordMeta, Rows, Store, StoreError, StoreWriter, export
 
 
 @pytest.fixture
@@ -44,6 +44,16 @@ def test_parquet(store: Store, tmp_path: Path) -> None:
         assert table["sample_index"].to_pylist() == samples
         assert table["position"].to_pylist() == positions
         assert set(table["tag"].to_pylist()) == {"t"}
+
+
+def test_an_array_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
+    nothing = Rows(torch.ones(0, 4, dtype=torch.bfloat16), [])
+    with StoreWriter(tmp_path / "empty") as writer:
+        writer.submit(Record(RecordMeta("a"), {("post_block", 0): nothing}))
+    (path,) = export(stores.open(tmp_path / "empty"), tmp_path / "out", "parquet")
+    table = pq.read_table(path)
+    assert table.num_rows == 0
+    assert table.column_names == ["request_id", "tag", "sample_index", "position", "rows"]
 
 
 def test_npz(store: Store, tmp_path: Path) -> None:

@@ -93,6 +93,23 @@ def test_a_sidecar_that_cannot_be_read_costs_its_records_only(
     assert not store.verify().ok
 
 
+def test_a_damaged_line_of_a_sidecar_is_told_of_each_time(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, threads=1) as writer:
+        for name in ("a", "b", "c"):
+            writer.submit(record_of(name))
+    path = sidecar(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"request_id":"b"', b'"request_id":"d"'))
+    store = stores.open(tmp_path)
+    refreshed = store.refresh()
+    refreshed.index()
+    for found in (store, refreshed, refreshed.refresh(), stores.open(tmp_path)):
+        assert found.request_ids() == {"a", "c"}
+        assert [damage.what for damage in found.damages] == ["line 2: its checksum does not match"]
+    path.write_bytes(data)
+    assert stores.open(tmp_path).request_ids() == {"a", "b", "c"}
+
+
 def test_a_sidecar_that_names_files_outside_is_refused(root: Path) -> None:
     path = sidecar(root)
     line = json.loads(path.read_bytes().splitlines()[0])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,7 @@ from tests.stores.samples import (
 )
 from tllm import stores
 from tllm.consumers.capture.filesystem import FilesystemConsumer
-from tllm.stores import Record, RecordMeta, Rows, StackedRows, StoreError, StoreWriter
+from tllm.stores import Published, Record, RecordMeta, Rows, StackedRows, StoreError, StoreWriter
 
 
 def changed(request_id: str, rows: int = 7) -> Record:
@@ -145,6 +148,19 @@ def test_max_bytes_refuses_further_records_over_runs(tmp_path: Path, layout) -> 
     assert store.request_ids() == {"0", "1", "2"}
     assert store.nbytes == 3 * one
     assert_whole(store)
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file"])
+def test_records_that_were_overwritten_do_not_count_as_used(tmp_path: Path, layout) -> None:
+    one = sum(rows.tensor.nbytes + 4 * 3 for rows in record_of("x").arrays.values())
+    with StoreWriter(
+        tmp_path, layout=layout, max_bytes=2 * one, on_collision="overwrite"
+    ) as writer:
+        for _ in range(5):
+            assert writer.submit(record_of("x")).result(60).status == "ok"
+        with pytest.raises(StoreError, match="max_bytes"):
+            [writer.submit(record_of(name)).result(60) for name in ("y", "z")]
+    assert stores.open(tmp_path).nbytes == 2 * one
 
 
 def test_a_stream_at_the_limit_keeps_what_fits_and_says_so(tmp_path: Path) -> None:
@@ -538,6 +554,85 @@ def test_a_record_id_is_used_once(tmp_path: Path) -> None:
                 writer.submit(Record(RecordMeta("r", record_id="id"), {}))
             with pytest.raises(ValueError, match="record_id='id' \\(stage 0\\) was used before"):
                 writer.submit(Record(RecordMeta("s", record_id="id"), {}))
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_the_id_of_a_record_that_never_ended_is_not_used_again(tmp_path: Path, aborts) -> None:
+    """Readers would take its first part for that of the other record."""
+    meta = RecordMeta("r", record_id="id")
+    script = f"""if True:
+        import os, torch
+        from tllm.stores import RecordMeta, StoreWriter
+        writer = StoreWriter({str(tmp_path)!r})
+        stream = writer.begin(RecordMeta("r", record_id="id"))
+        stream.append("post_block", 0, [0, 1], torch.ones(2, 4))
+        writer.flush()
+        if {aborts}:
+            stream.abort()
+            writer.close()
+        os._exit(0)
+    """
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with StoreWriter(tmp_path) as writer:
+        if aborts and not list(tmp_path.rglob("*.jsonl")):
+            writer.submit(Record(meta, {}))
+            return
+        with pytest.raises(ValueError, match="record_id='id' \\(stage 0\\) was used before"):
+            writer.submit(Record(meta, {}))
+
+
+def test_what_comes_while_a_writer_is_closed_is_stored_or_refused(tmp_path: Path) -> None:
+    def submit(name: str) -> None:
+        for count in range(10_000):
+            try:
+                futures.append(writer.submit(record_of(f"{name}-{count}", rows=20)))
+            except StoreError as refused:
+                assert refused.reason == "closed"
+                return
+            if count == 5:
+                closing.set()
+
+    for number in range(5):
+        writer = StoreWriter(tmp_path / str(number), threads=1, queue_bytes=4096)
+        futures: list[Future[Published]] = []
+        closing = threading.Event()
+        threads = [threading.Thread(target=submit, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        assert closing.wait(60)
+        writer.close()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        errors = [future.exception(60) for future in futures]
+        assert {error.reason for error in errors if isinstance(error, StoreError)} <= {"closed"}
+        assert len(stores.open(tmp_path / str(number))) == errors.count(None) > 5
+        stats = writer.stats()
+        assert stats.submitted == stats.published + stats.failed
+
+
+@pytest.mark.parametrize("what", ["flush", "submit", "begin"])
+def test_who_asks_just_before_a_writer_is_closed_hears_it(
+    tmp_path: Path, monkeypatch, what
+) -> None:
+    writer = StoreWriter(tmp_path, threads=1)
+    is_open = writer._require_open
+
+    def closed_just_after() -> None:
+        is_open()
+        monkeypatch.setattr(writer, "_require_open", is_open)
+        writer.close()
+
+    monkeypatch.setattr(writer, "_require_open", closed_just_after)
+    with pytest.raises(StoreError, match="the writer is closed; open another one"):
+        if what == "flush":
+            writer.flush(60)
+        elif what == "submit":
+            writer.submit(record_of("r")).result(60)
+        else:
+            stream = writer.begin(RecordMeta("r"))
+            stream.append("post_block", 0, [0], torch.ones(1, 4))
+            stream.finish().result(60)
 
 
 def test_stale_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +168,15 @@ class RequestAdmission:
                 *(named.owner, named.most, kept),
             )
             answers = yield WorkerCall("enter_conversation", given)
+        except asyncio.CancelledError:
+            self._held.release(prepared.prompt_id)
+            # Nobody hears where it is, and the workers have entered it all the same: entering it
+            # again says where, and both leave.
+            with suppress(ValueError):  # it was refused, as it is now
+                answers = yield WorkerCall("enter_conversation", given)
+                for _ in range(2):
+                    yield WorkerCall("leave_conversation", tuple(answers[0]))
+            raise
         except BaseException:
             self._held.release(prepared.prompt_id)
             raise

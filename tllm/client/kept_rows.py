@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,15 +32,19 @@ class RowKeeping:
 
         def removed() -> None:
             nonlocal uid
-            uid = self._registered.patches.find(name, "drop").uid
-            if isinstance(kept, KeptRows) and kept.uid != uid:
+            found = self._registered.patches.find(name, "drop").uid
+            if isinstance(kept, KeptRows) and kept.uid != found:
                 raise ValueError(
                     f"drop: the rows that were given are not kept by this engine, where {name!r} "
                     "is the name of others; give the name to drop those"
                 )
+            uid = found
 
-        yield from self._registered.change(f"{KEPT}{name}", removed)
-        yield WorkerCall("drop_rows", (uid,))
+        try:
+            yield from self._registered.change(f"{KEPT}{name}", removed)
+        finally:
+            if uid:  # also where nobody waits any more: the name is gone, or can be dropped again
+                yield WorkerCall("drop_rows", (uid,))
 
     def runs(
         self,
@@ -144,7 +149,15 @@ class RowKeeping:
             self.check_free(kept.name)
             return kept
 
-        return self._registered.change(f"{KEPT}{kept.name}", registered)
+        try:
+            yield from self._registered.change(f"{KEPT}{kept.name}", registered)
+        except asyncio.CancelledError:
+            # The workers may register it all the same: once they have answered this call, they
+            # have, and it is known here.
+            yield WorkerCall("drop_rows", (kept.uid,))
+            with suppress(ValueError):  # they have not
+                yield from self.dropped(kept)
+            raise
 
     def check_free(self, name: Any) -> None:
         """Refuse a name that others have, or that is none."""

@@ -129,7 +129,13 @@ class Arena:
         while not self._has_free():
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
-            await waiter
+            self._collect()  # of results that were dropped before others could see who waits
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._wake()  # the row was for this one, who does not take it
+                raise
         return self._take()
 
     def option(self, place: int) -> list[object]:
@@ -140,6 +146,10 @@ class Arena:
     def release(self, place: int) -> None:
         """A row is free again."""
         heapq.heappush(self._free, place)
+        self._wake()
+
+    def _wake(self) -> None:
+        """There is a free row for one of those who wait."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -200,6 +210,9 @@ class Arena:
 
     def _came_back(self, lent: _LentRows) -> None:
         self._returned.append(lent.places)
+        # On any thread: somebody may be told who does not wait any more.
+        with contextlib.suppress(IndexError, RuntimeError):
+            self._waiting[0].get_loop().call_soon_threadsafe(self._collect)
 
     def close(self) -> None:
         """Remove the files; results keep what they refer to."""
@@ -215,7 +228,7 @@ class Arena:
             del self._lent[places.start]
             self._num_lent -= len(places)
             for place in places:
-                heapq.heappush(self._free, place)
+                self.release(place)
 
     def _grow(self, wanted: int) -> bool:
         rows = min(max(_FIRST_ROWS, wanted), self._max_rows - self._rows)

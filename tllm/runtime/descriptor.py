@@ -165,7 +165,8 @@ class GateWord(IntEnum):
     SIZE = 16
 
 
-HAS_SUM = 128
-"""No steering row has this many operations at one point."""
-CHAIN_UNIT = 256
+HAS_SUM = 256
+"""No steering row has this many operations at one point: a request has up to 64 there, and may have
+as many that controllers decided."""
+CHAIN_UNIT = 512
 SCOPE_UNIT = 64

@@ -204,6 +204,10 @@ class BoundConsumer:
             return False
         return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
 
+    def has_served(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence uses it, or did for an earlier input of its prompt."""
+        return self.id in sequence.let_go or self.serves(sequence)
+
     def is_of_another(self, sequence: RunningSequence) -> bool:
         """Whether the sequence names one of this id that was registered before this one, or after
         it."""

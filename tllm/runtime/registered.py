@@ -169,8 +169,9 @@ class RegisteredConsumers:
         self.results.break_promises(owner.id, _LEFT_FIRST)
         self._remove_writers(owner)
         for sequence in self._slots:
-            if owner.serves(sequence):
+            if owner.has_served(sequence):
                 sequence.left.add(consumer_id)
+            sequence.let_go.pop(consumer_id, None)
         del self.by_id[consumer_id]
         self.controllers.forget(consumer_id)
 

@@ -101,9 +101,10 @@ class Results:
         call = self._dispatcher.call
         results: dict[str, Any] = {}
         for owner in self._consumers.values():
-            if owner.serves(sequence):
+            if owner.has_served(sequence):
                 self._dispatcher.flush(owner)
                 info = owner.info(sequence).having(
+                    options=sequence.let_go.get(owner.id, owner.info(sequence).options),
                     missing=_missing(sequence, owner.id),
                     actions=sequence.controlled and sequence.controlled.log(owner.id),
                 )

@@ -177,7 +177,7 @@ class RunningSequences:
     ) -> None:
         """The prompt of a sequence has grown: find out what is done to its rows now."""
         slot, owners = sequence.info.slot, list(self._consumers)
-        served = [owner for owner in owners if owner.serves(sequence)]
+        served = {o: o.info(sequence).options for o in owners if o.serves(sequence)}
         sequence.consumers = consumers
         for owner in owners:
             owner.forget(slot)
@@ -185,6 +185,9 @@ class RunningSequences:
             self._consumers.ask(sequence, owner)
             if owner in served and not owner.serves(sequence):
                 self._consumers.forget_writes(slot, owner)
+                sequence.let_go[owner.id] = served[owner]
+            elif owner.serves(sequence):
+                sequence.let_go.pop(owner.id, None)
         self._assignments.assign(sequence)
         self._consumers.introduce(sequence, [owner for owner in owners if owner not in served])
 
@@ -241,7 +244,7 @@ class RunningSequences:
                 continue
             by_sample = tokens.get(info.prompt_id, {})
             if by_sample is None:
-                users = [o.id for o in self._consumers if o.serves(sequence)]
+                users = [o.id for o in self._consumers if o.has_served(sequence)]
                 waiting[info.prompt_id] = {info.sample_index: dict.fromkeys(users, PENDING)}
                 continue
             known = by_sample.get(info.sample_index)

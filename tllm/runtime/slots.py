@@ -100,6 +100,8 @@ class RunningSequence:
     """Name of its adapter, where that changes the LM head."""
     token_ids: tuple[int, ...] | None = None
     """All tokens, once it has ended and they are known."""
+    let_go: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of the last input of its prompt that used a consumer, where a later one does not."""
     ended: bool = False
     """Its results were made; the engine may not have let go of it yet."""
     steering_rows: dict[Configuration, int] = field(default_factory=dict)

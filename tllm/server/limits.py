@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tllm.client.consumer_calls import request_flows
 from tllm.consumers.base import Consumer
 from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key, is_sendable
+from tllm.shared_memory import start_time
 from tllm.spec.media import PromptMedia
 
 _SHA256 = "sha256:"
@@ -47,7 +47,7 @@ class Limits(BaseModel):
     """The most bytes of them."""
     vectors: int | None = Field(default=None, ge=0)
     """The most vectors, clamps and probes of conditions in a request."""
-    configurations: int | None = Field(default=None, ge=0)
+    configurations: int | None = Field(default=None, ge=0, le=1 << 16)
     """The most distinct ways of steering of its requests in flight."""
     conversations: int | None = Field(default=None, ge=0)
     """The most conversations that are remembered for it at a time."""
@@ -267,8 +267,9 @@ class LimitsByKey:
     def __init__(self, limits: Mapping[str, Limits], folder: Path) -> None:
         self._limits = list(limits.values())
         self._digests = [digest.encode() for digest in limits][1:]
-        self._counts = SharedCounts(folder, len(self._limits))
-        self._ways: list[Counter[str]] = [Counter() for _ in self._limits]
+        most = max(each.configurations or 0 for each in self._limits)
+        self._counts = SharedCounts(folder, len(self._limits), most)
+        self._ways: list[Counter[int]] = [Counter() for _ in self._limits]
 
     @classmethod
     def read(cls, path: Path | None, folder: Path) -> LimitsByKey:
@@ -294,17 +295,20 @@ class LimitsByKey:
         Raises `FieldError` when the caller has too many in flight.
         """
         limits, ways, steers = self._limits[caller], self._ways[caller], _steers(asked)
-        way = json.dumps({name: asked[name] for name in steers}, sort_keys=True)
-        key = hashlib.sha256(way.encode()).hexdigest() if steers else ""
-        new = int(bool(key) and not ways[key])
-        self._counts.add(caller, 1, new)
+        key = 0
+        if steers and limits.configurations is not None:
+            way = json.dumps({name: asked[name] for name in steers}, sort_keys=True)
+            digest = hashlib.sha256(way.encode()).digest()
+            key = int.from_bytes(digest[:8], "little", signed=True) or 1
+        new = key if key and not ways[key] else 0
+        self._counts.begin(caller, new)
         requests, configurations = self._counts.totals(caller)
         for number, limit, what, fields in (
             (requests, limits.requests, "requests with interventions in flight", list(asked)),
             (new and configurations, limits.configurations, "ways of steering in flight", steers),
         ):
             if limit is not None and number > limit:
-                self._counts.add(caller, -1, -new)
+                self._counts.end(caller, new)
                 raise FieldError(
                     fields[0],
                     f"{fields[0]}: with this API key {limit} {what} are allowed at a time; wait "
@@ -320,8 +324,8 @@ class LimitsByKey:
                 ways[key] -= 1
                 if not ways[key]:
                     del ways[key]
-                    gone = 1
-            self._counts.add(caller, -1, -gone)
+                    gone = key
+            self._counts.end(caller, gone)
 
         return end
 
@@ -329,31 +333,46 @@ class LimitsByKey:
 class SharedCounts:
     """Requests and ways of steering in flight by caller, over the processes of a server.
 
-    Each process writes a file of its own, and reads those of the processes that live.
+    Each process writes a file of its own, and reads those of the processes that live: of each
+    caller how many requests, and which ways, 0 for none.
+
+    Args:
+        ways: the most of a caller; one more has a place until it is refused.
     """
 
-    def __init__(self, folder: Path, callers: int) -> None:
+    def __init__(self, folder: Path, callers: int, ways: int) -> None:
         self._folder = folder
-        self._shape = (callers, 2)
+        self._shape = (callers, 2 + ways)
         self._own = np.zeros(self._shape, np.int64)
         self._others: dict[Path, np.ndarray] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / f"{os.getpid()}-{_started(os.getpid())}"
+        self._path = folder / f"{os.getpid()}-{start_time(os.getpid())}"
         self._path.write_bytes(bytes(self._own.nbytes))
         self._own = self._mapped(self._path)
 
-    def add(self, caller: int, requests: int, configurations: int) -> None:
-        """Requests have begun, or ended if negative."""
-        self._own[caller] += (requests, configurations)
+    def begin(self, caller: int, way: int) -> None:
+        """A request has begun; `way`: of steering that this process did not have, or 0."""
+        self._own[caller, 0] += 1
+        if way:
+            own = self._own[caller, 1:]
+            own[np.flatnonzero(own == 0)[0]] = way
+
+    def end(self, caller: int, way: int) -> None:
+        """A request has ended; `way`: of steering that this process has no more, or 0."""
+        self._own[caller, 0] -= 1
+        if way:
+            own = self._own[caller, 1:]
+            own[own == way] = 0
 
     def totals(self, caller: int) -> tuple[int, int]:
         """Requests and ways of steering in flight."""
-        requests, configurations = (int(number) for number in self._own[caller])
+        found = [self._own[caller]]
         for path in self._folder.iterdir():
-            if path == self._path:
+            told = re.fullmatch(r"(\d+)-(\d+)", path.name)
+            if path == self._path or told is None:  # a file system may leave names of its own
                 continue
-            pid, _, started = path.name.partition("-")
-            if _started(int(pid)) != started:  # it is gone, and what it had with it
+            pid, started = map(int, told.groups())
+            if start_time(pid) != started:  # it is gone, and what it had with it
                 path.unlink(missing_ok=True)
                 self._others.pop(path, None)
                 continue
@@ -361,22 +380,14 @@ class SharedCounts:
                 if path.stat().st_size != self._own.nbytes:  # not written yet
                     continue
                 self._others[path] = self._mapped(path)
-            requests += int(self._others[path][caller, 0])
-            configurations += int(self._others[path][caller, 1])
-        return requests, configurations
+            found.append(self._others[path][caller])
+        ways = {way for counts in found for way in counts[1:][counts[1:] != 0].tolist()}
+        return sum(int(counts[0]) for counts in found), len(ways)
 
     def _mapped(self, path: Path) -> np.ndarray:
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         return np.frombuffer(memory, np.int64).reshape(self._shape)
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, as text; None for one that is gone."""
-    try:
-        return str(int(100 * psutil.Process(pid).create_time()))
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _digest(key: str) -> str:

@@ -60,13 +60,11 @@ class LiveScores:
         """What all workers say; nothing where the last event will say why."""
         found: dict[str, Any] = {}
         try:
-            answers = await self._interventions.call_consumer(consumer, METHOD, since)
-        except Exception as error:
+            for answer in await self._interventions.call_consumer(consumer, METHOD, since):
+                for prompt_id, samples in (answer or {}).items():
+                    found.setdefault(prompt_id, {}).update(samples or {})
+        except Exception as error:  # what it answers is the consumer's, too
             logger.debug("%s tells nothing of running sequences: %s", consumer, error)
-            return found
-        for answer in answers:
-            for prompt_id, samples in (answer or {}).items():
-                found.setdefault(prompt_id, {}).update(samples)
         return found
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import weakref
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, TypeAlias
 
@@ -136,8 +136,9 @@ class PatchSweeps:
             raise
         if first is None:
             task.result()  # raises what is wrong
-        stream = _lines(first, lines, task)
-        weakref.finalize(stream, task.cancel)  # also one that nobody began to read
+        stop = _stop_once(task)
+        stream = _lines(first, lines, task, stop)
+        weakref.finalize(stream, stop)  # also one that nobody began to read
         return stream
 
     async def _swept(
@@ -169,7 +170,10 @@ class PatchSweeps:
 
 
 async def _lines(
-    first: _Line | None, lines: asyncio.Queue[_Line | None], task: asyncio.Task[Sweep]
+    first: _Line | None,
+    lines: asyncio.Queue[_Line | None],
+    task: asyncio.Task[Sweep],
+    stop: Callable[[], None],
 ) -> AsyncGenerator[str, None]:
     try:
         line = first
@@ -182,7 +186,17 @@ async def _lines(
             last = {"error": {"message": str(error), "type": type(error).__name__}}
         yield _json(last)
     finally:
-        task.cancel()
+        stop()
+
+
+def _stop_once(task: asyncio.Task[Sweep]) -> Callable[[], None]:
+    """Cancels a sweep, but not a second time: it drops the rows that it has kept then."""
+
+    def stop() -> None:
+        if not task.cancelling():
+            task.cancel()
+
+    return stop
 
 
 def _summary(sweep: Sweep) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tllm.spec.tiers import SteeringEntry, Tiers
 
 STEERING = "steering"
 """Under which results say that a request was not steered as it asked."""
-_JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
+_JUDGED, _FOR_LATER = "judged:", "for_later:"
 """What the digests of groups begin with that change nothing: those whose conditions end a request,
 or belong to entries without effect, and those whose conditions decide on the tokens after the
 prompt."""
@@ -262,8 +262,8 @@ class SteeringGroup:
         digest = digest_of(b"".join(parts))
         if self.operations:
             return digest
-        judges = self.gates is not None and self.gates.judges
-        return f"{_OF_PROMPT if judges else _JUDGED}{digest}"
+        judges = self.gates is not None and (self.gates.judges or self.remembers)
+        return f"{_FOR_LATER if judges else _JUDGED}{digest}"
 
     @property
     def only_adds_once(self) -> bool:
@@ -320,12 +320,12 @@ class GroupUse:
     @property
     def changes_rows(self) -> bool:
         """Whether anything is done to the tokens, which are only judged otherwise."""
-        return not self.digest.startswith((_JUDGED, _OF_PROMPT))
+        return not self.digest.startswith((_JUDGED, _FOR_LATER))
 
     @property
-    def judges_prompt(self) -> bool:
-        """Whether what is done to the tokens after the prompt depends on what it judges."""
-        return self.digest.startswith(_OF_PROMPT)
+    def judges_for_later(self) -> bool:
+        """Whether what others do to later tokens depends on what it judges."""
+        return self.digest.startswith(_FOR_LATER)
 
     @property
     def names_prompt_tokens(self) -> bool:

@@ -27,6 +27,7 @@ def steer_features(
     strength: float = 1.0,
     hook: str | None = None,
     layer: int | None = None,
+    centers_rows: bool | None = None,
     **more: Any,
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """A spec for `steering_vectors` and the like that sets, scales or clamps features.
@@ -42,11 +43,15 @@ def steer_features(
         minimum, maximum: between which features are kept. One of the three is given.
         only_if_active: leave rows alone in which a feature is 0.
         hook, layer: where it is done; where the autoencoder was trained, if not given.
+        centers_rows: whether the model's norms take the mean off rows, as layer norms do and RMS
+            norms do not. Asked for by an autoencoder that was trained on rows without their mean
+            (`center_writing_weights`, as those of GPT-2 are): it then reads them so.
         **more: `positions` and `when` of the entries.
 
     Raises:
         ValueError: an autoencoder whose features hang on each other (TopK), are gated, or read
-            normalised rows; features that it does not have; nothing to do.
+            normalised rows; one trained on rows without their mean, without `centers_rows`;
+            features that it does not have; nothing to do.
     """
     path = Path(folder)
     config = SparseAutoencoder.read_config(path)
@@ -55,6 +60,12 @@ def steer_features(
             f"{path}: a {config.architecture} autoencoder with normalize_activations="
             f"{config.normalization!r} cannot be steered feature by feature; standard and jumprelu "
             "ones without normalisation can"
+        )
+    if config.centered and centers_rows is None:
+        raise ValueError(
+            f"{path}: it was trained on rows without their mean (center_writing_weights); give "
+            "centers_rows=True for a model with layer norms, which take it off (GPT-2), or "
+            "centers_rows=False for one with RMS norms"
         )
     trained_hook, trained_layer = config.place or (None, None)
     hook = trained_hook if hook is None else hook
@@ -92,7 +103,7 @@ def steer_features(
         decoder = file.get_tensor("W_dec").float().numpy()
     entry = {
         "method": "sae_features",
-        **_arrays(encoder, decoder, features, path),
+        **_arrays(encoder, decoder, features, path, bool(config.centered and centers_rows)),
         **{key: [float(numbers[f]) for f in features] for key, numbers in given.items()},
         "only_if_active": only_if_active,
         "strength": strength,
@@ -102,7 +113,7 @@ def steer_features(
 
 
 def _arrays(
-    encoder: SparseAutoencoder, decoder: Any, features: list[int], path: Path
+    encoder: SparseAutoencoder, decoder: Any, features: list[int], path: Path, centered: bool
 ) -> dict[str, Any]:
     config = encoder.config
     if wrong := [f for f in features if type(f) is not int or not 0 <= f < config.d_sae]:
@@ -115,6 +126,10 @@ def _arrays(
     }
     if config.subtract_b_dec:
         arrays["decoder_bias"] = weights["b_dec"]
+    if centered:  # the product with a row without its mean is that of the row with one without
+        if config.subtract_b_dec:
+            arrays["encoder_bias"] -= arrays["encoder"] @ arrays.pop("decoder_bias")
+        arrays["encoder"] -= arrays["encoder"].mean(1, keepdims=True)
     if "threshold" in weights:
         arrays["threshold"] = weights["threshold"][features]
     return arrays

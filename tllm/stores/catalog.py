@@ -103,7 +103,7 @@ class Catalog:
             except StoreError as error:
                 logger.warning("sidecars are read instead of the index: %s", error)
         states = sidecars(root)
-        kept = known.restricted(states) if known is not None else None
+        kept = known.restricted(known._whole(states)) if known is not None else None
         kept_paths = set(kept.states) if kept is not None else set()
         builder = _Builder()
         for path, state in states.items():
@@ -123,7 +123,9 @@ class Catalog:
         """Write the index file, in one go; returns its path. Raises `OSError`."""
         target = root / INDEX
         staged = root / f".{INDEX}.{os.getpid()}.{threading.get_ident()}"
-        table = self.flat().replace_schema_metadata(
+        # A sidecar that is damaged is read, and told of, each time.
+        whole = self.restricted(self._whole(self.states))
+        table = whole.flat().replace_schema_metadata(
             {"tllm-store-index": _INDEX_VERSION, _INDEX_CHECKSUM: _NO_CHECKSUM}
         )
         sink = pa.BufferOutputStream()
@@ -172,6 +174,11 @@ class Catalog:
         rows: list[dict[str, Any]] = ended.select([*names, "sidecar", "layout"]).to_pylist()
         return rows
 
+    def record_ids(self) -> set[tuple[str, int]]:
+        """Ids and stages of all records, also of those that were aborted or have not ended."""
+        columns = (self.lines[name].to_pylist() for name in ("record_id", "stage"))
+        return set(zip(*columns, strict=True))
+
     def bytes_of(self, writer_id: str) -> int:
         """Bytes of rows and positions that a writer has published."""
         mine = pc.equal(self.lines["writer"], writer_id).to_numpy()
@@ -184,6 +191,11 @@ class Catalog:
         names = ("sidecar", "sidecar_bytes", "sidecar_mtime_ns")
         paths, sizes, times = (self.lines[name].to_pylist() for name in names)
         return {p: (s, t) for p, s, t in zip(paths, sizes, times, strict=True)}
+
+    def _whole(self, states: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Those of sidecars of which every line could be read."""
+        damaged = {damage.path for damage in self.damages}
+        return {path: state for path, state in states.items() if path not in damaged}
 
     def restricted(self, states: Mapping[str, tuple[int, int]]) -> Catalog:
         """What of this is of sidecars in one of these states."""

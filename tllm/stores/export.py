@@ -107,7 +107,17 @@ def _write_parquet(batches: Batches, names: _Names, path: Path) -> None:
     with contextlib.ExitStack() as opened:
         # A file, since Arrow takes no path that is not UTF-8.
         file = opened.enter_context(path.open("wb"))
-        writer: pq.ParquetWriter | None = None
+        item = pa.from_numpy_dtype(to_numpy(batches.empty()).dtype)
+        columns = {
+            "request_id": pa.string(),
+            "tag": pa.string(),
+            "sample_index": pa.int32(),
+            "position": pa.int32(),
+            "rows": pa.list_(item, batches.hidden),
+        }
+        # Also where there are no rows: an empty file is no Parquet.
+        writer = pq.ParquetWriter(file, pa.schema(columns), compression="zstd")
+        opened.enter_context(writer)
         for batch in batches.as_arrow():
             records = batch["record"]
             table = pa.table(
@@ -119,9 +129,6 @@ def _write_parquet(batches: Batches, names: _Names, path: Path) -> None:
                     "rows": batch["rows"],
                 }
             )
-            if writer is None:
-                writer = pq.ParquetWriter(file, table.schema, compression="zstd")
-                opened.enter_context(writer)
             writer.write_table(table)
 
 

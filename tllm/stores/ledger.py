@@ -41,11 +41,16 @@ class Ledger:
     writers publish meanwhile is not seen.
     """
 
-    def __init__(self, policy: OnCollision, known: Iterable[tuple[Identity, Claim]]) -> None:
+    def __init__(
+        self,
+        policy: OnCollision,
+        known: Iterable[tuple[Identity, Claim]],
+        used: Iterable[tuple[str, int]] = (),
+    ) -> None:
         self._policy = policy
         self._lock = threading.Lock()
         self._newest: dict[Identity, Claim] = {}
-        self._ids: set[tuple[str, int]] = set()
+        self._ids = set(used)
         self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
         for identity, claim in known:
             self._ids.add((claim.record_id, identity[3]))

@@ -162,6 +162,7 @@ class Intake:
         self._changed = threading.Condition()
         self._waiting = 0
         self._turn = -1
+        self._closed = False
         self.used = 0
         self.peak = 0
         self.blocked_seconds = 0.0
@@ -199,14 +200,27 @@ class Intake:
                         f"{self._limit} bytes was full",
                         "dropped",
                     )
+            if self._closed:
+                return _closed()
             if not nbytes or self._fits(nbytes):
                 self._push(thread, item, None)
                 return None
         return self._put_on_disk(thread, item)
 
     def put_barrier(self, thread: int, barrier: Barrier) -> None:
+        """Raises `StoreError` when the threads end: nobody would come to it."""
         with self._changed:
+            if self._closed:
+                raise _closed()
             self._queues[thread].append(barrier)
+            self._changed.notify_all()
+
+    def close(self, last: Sequence[Barrier]) -> None:
+        """The last entry of each queue; what comes later, or waits for room now, is refused."""
+        with self._changed:
+            self._closed = True
+            for queue, barrier in zip(self._queues, last, strict=True):
+                queue.append(barrier)
             self._changed.notify_all()
 
     def pop(
@@ -258,7 +272,7 @@ class Intake:
         self._waiting += 1
         self._changed.notify_all()
         try:
-            while not self._fits(nbytes):
+            while not self._fits(nbytes) and not self._closed:
                 self._changed.wait()
         finally:
             self._waiting -= 1
@@ -287,17 +301,20 @@ class Intake:
                 error = StoreError(f"{what}, {full}", "dropped")
                 break
             spilled.append(kept)
-        if error is not None:
-            for kept in spilled:
-                self._spill.discard(kept)
-            return error
-        # Not a view of the rows: that would keep their memory.
-        item.stacks = [replace(stack, tensor=torch.empty(0)) for stack in item.stacks]
-        with self._changed:
-            self.spilled_items += 1
-            self.spilled_bytes += sum(kept.nbytes for kept in spilled)
-            self._push(thread, item, spilled)
-        return None
+        if error is None:
+            # Not views of the rows: those would keep their memory.
+            left = [replace(stack, tensor=torch.empty(0)) for stack in item.stacks]
+            with self._changed:
+                if not self._closed:
+                    item.stacks = left
+                    self.spilled_items += 1
+                    self.spilled_bytes += sum(kept.nbytes for kept in spilled)
+                    self._push(thread, item, spilled)
+                    return None
+            error = _closed()
+        for kept in spilled:
+            self._spill.discard(kept)
+        return error
 
     def _pop_from_disk(self, item: QueuedRows, spilled: Sequence[SpilledRows]) -> None:
         stacks: list[CheckedStack] = []
@@ -314,3 +331,7 @@ class Intake:
             item.lost = {**item.lost, f"spilled rows were lost: {describe(failure)}": lost}
             item.stacks = ()
             self.release(item.nbytes)
+
+
+def _closed() -> StoreError:
+    return StoreError("the writer is closed; open another one", "closed")

@@ -182,8 +182,9 @@ class _RecordFiles:
         return Volume(path, _ARRAY_HEADER_BYTES, self._sync, _ROWS)
 
 
-def remove_replaced(sidecar: Path) -> None:
-    """Remove a record that another one replaced; readers do not see it any more anyway."""
+def remove_replaced(sidecar: Path) -> int:
+    """Remove a record that another one replaced; readers do not see it any more anyway. Returns the
+    bytes of rows and positions that are gone."""
     try:
         line = SidecarLine.decode(sidecar.read_bytes())
         remove(sidecar)
@@ -191,3 +192,5 @@ def remove_replaced(sidecar: Path) -> None:
             remove(sidecar.parent / name)
     except (OSError, ValueError) as error:
         logger.warning("%s was replaced, but not removed: %s", sidecar, error)
+        return 0
+    return sum(entry.nbytes for entry in line.arrays)

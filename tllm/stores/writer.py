@@ -99,9 +99,9 @@ class StoreWriter:
         writer_id: str = "main",
         **options: Any,
     ) -> None:
-        known = [each.name for each in fields(WriterOptions)]
-        if unknown := sorted(options.keys() - set(known)):
-            raise TypeError(f"StoreWriter has no {unknown}; it takes writer_id, {', '.join(known)}")
+        taken = [each.name for each in fields(WriterOptions)]
+        if unknown := sorted(options.keys() - set(taken)):
+            raise TypeError(f"StoreWriter has no {unknown}; it takes writer_id, {', '.join(taken)}")
         chosen = WriterOptions(**options)
         if not (writer_id := checked_text("writer_id", writer_id)):
             raise ValueError("writer_id='' is not allowed; give this writer a name")
@@ -109,7 +109,8 @@ class StoreWriter:
         self.paths = WriterPaths(root_path(root), writer_id)
         self._options = chosen
         self._lock_fd, catalog, spill_place = open_root(self.paths, chosen)
-        self._ledger = Ledger(chosen.on_collision, known_records(self.paths, catalog))
+        known = known_records(self.paths, catalog)
+        self._ledger = Ledger(chosen.on_collision, known, catalog.record_ids())
         self._spent = catalog.bytes_of(writer_id)
         self._spill = SpillFile(spill_place, chosen.spill_bytes)
         self._intake = Intake(chosen.threads, chosen.queue_bytes, chosen.overflow, self._spill)
@@ -173,15 +174,23 @@ class StoreWriter:
         thread = self._intake.lightest()
 
         def put(item: QueuedRows) -> StoreError | None:
+            error = self._put(thread, item)
+            # Not before: `close` waits for a stream that it knows.
             if item.end is not None or item.abort:
                 with self._lock:
                     self._streams.pop(stream, None)
-            return self._put(thread, item)
+            return error
 
         stream = RecordStream(recording.meta if recording else meta, future, recording, put)
         if recording is not None:
             with self._lock:
-                self._streams[stream] = None
+                closed = self._closed
+                if not closed:
+                    self._streams[stream] = None
+            if closed:  # since it was asked
+                error = StoreError("the writer is closed; open another one", "closed")
+                recording.lost[str(error)] = error
+                recording.fail()
         return stream
 
     def flush(self, timeout: float | None = None) -> None:
@@ -218,8 +227,7 @@ class StoreWriter:
                 stream.finish("partial_error", "the writer was closed before the record ended")
         if first:
             atexit.unregister(self.close)
-            for thread, barrier in enumerate(self._last):
-                self._intake.put_barrier(thread, barrier)
+            self._intake.close(self._last)
         _wait(self._last, timeout)
         for worker in self._threads:
             worker.join()
@@ -330,7 +338,9 @@ class StoreWriter:
             return
         own = recording.sidecars[-1] if self.layout != "sharded" else None
         for sidecar in self._ledger.published(recording.meta, claim, own):
-            remove_replaced(sidecar)
+            removed = remove_replaced(sidecar)
+            with self._lock:
+                self._spent -= removed
         self._count(
             published=1,
             partial=int(result.status == "partial_error"),

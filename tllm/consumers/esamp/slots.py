@@ -89,6 +89,7 @@ class SlotTable:
         self._leases: dict[DistillerKey, Lease] = {}
         #: Of groups that were forgotten, while sequences run that had joined before.
         self._forgotten: list[Lease] = []
+        self._joined: dict[tuple[str, int], Lease] = {}
 
     @property
     def in_use(self) -> int:
@@ -99,30 +100,37 @@ class SlotTable:
 
     def join(self, request: RequestInfo) -> Lease:
         """The lease of a running sequence, made now if it has none."""
-        key = DistillerKey.of(request, self.scope)
-        lease = self._lease_of(key, request)
+        sequence = request.prompt_id, request.sample_index
+        key, lease = DistillerKey.of(request, self.scope), self._joined.get(sequence)
+        if lease is not None and lease.key != key:  # a later input of its prompt names another
+            self._end(lease, sequence)
+            self.version += 1
+            lease = None
         if lease is None:
-            lease = self._lend(key, request)
-        lease.live.add((request.prompt_id, request.sample_index))
+            lease = self._leases.get(key) or self._lend(key, request)
+            lease.live.add(sequence)
+            self._joined[sequence] = lease
         return lease
-
-    def _lease_of(self, key: DistillerKey, request: RequestInfo) -> Lease | None:
-        for lease in self._forgotten:
-            if lease.key == key and (request.prompt_id, request.sample_index) in lease.live:
-                return lease
-        return self._leases.get(key)
 
     def leave(self, request: RequestInfo) -> bool:
         """A sequence ended; whether it had a distiller, or never needed one."""
-        lease = self._lease_of(DistillerKey.of(request, self.scope), request)
+        sequence = request.prompt_id, request.sample_index
+        lease = self._joined.get(sequence)
+        if lease is None:
+            lease = self._leases.get(DistillerKey.of(request, self.scope))
         if lease is None:
             return True
         guided = lease.slot != UNGUIDED
-        lease.live.discard((request.prompt_id, request.sample_index))
+        self._end(lease, sequence)
+        return guided
+
+    def _end(self, lease: Lease, sequence: tuple[str, int]) -> None:
+        """A sequence uses a distiller no more."""
+        self._joined.pop(sequence, None)
+        lease.live.discard(sequence)
         lease.pending -= 1
         if not lease.live and lease.pending <= 0 and not self._persists(lease):
             self._recycle(lease)
-        return guided
 
     def forget_group(self, name: str) -> bool:
         """Take the slot of a group back, now or when the last of its sequences that run has ended;

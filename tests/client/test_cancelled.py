@@ -1,0 +1,131 @@
+"""Who leaves while the workers are called leaves nothing behind: they do what they were asked."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+
+from tllm.client import calls
+from tllm.client.calls import AsyncCalls, WorkerCall
+from tllm.client.front_end import Client
+from tllm.client.kept_rows import RowKeeping
+from tllm.engine.conversations import ConversationPlace, Conversations
+from tllm.engine.registered import Registered
+from tllm.runtime.answers import AnswerWriter
+from tllm.spec.conversations import RequestConversation
+from tllm.spec.patching import KeptRows
+
+STEP_S = 0.02
+
+
+class Workers:
+    """What the workers remember, and one that is called; a call is answered after a step."""
+
+    def __init__(self):
+        self.rows = {}
+        self.registered = Registered()
+        self.conversations = Conversations(2)
+        self.client = Client()
+        token = self.client.shared.token
+        self.calls, self._writer, self._token = AsyncCalls(None, token), AnswerWriter(), token
+        self.keeping = RowKeeping(self.client.registered)
+        self.client.registered._attached = True
+        self.registered.show()
+        self.client.registered._shown = memoryview(self.registered._shown)
+
+    async def ask(self, engine, arguments):
+        method, payload, _ = arguments
+        await asyncio.sleep(STEP_S)
+        try:
+            answer = "ok", getattr(self, method)(*cloudpickle.loads(payload))
+        except ValueError as error:
+            answer = "error", error
+        return [self._writer.encode(answer, self._token)]
+
+    def change_registered(self, *args):
+        return self.registered.change(*args)
+
+    def registered_since(self, version):
+        return self.registered.version, self.registered.since(version)
+
+    def keep_rows(self, uid):
+        self.rows[uid] = "rows"
+
+    def drop_rows(self, uid):
+        self.rows.pop(uid, None)
+
+    def enter_conversation(self, *args):
+        return self.conversations.enter(*args)
+
+    def leave_conversation(self, *where):
+        self.conversations.leave(ConversationPlace(*where))
+
+    async def run(self, steps, leaves_after_s):
+        """Run steps whose caller leaves after so many seconds, and look at what is registered then;
+        whether the caller left before the end."""
+        try:
+            await asyncio.wait_for(self.calls.run(steps), leaves_after_s)
+            return False
+        except asyncio.TimeoutError:
+            await asyncio.sleep(2 * STEP_S)
+            await self.calls.run(self.client.registered._fetch())
+            return True
+
+    def kept(self, name):
+        """Steps that keep rows under a name, as `register_mean` does."""
+        rows = KeptRows(name, f"uid-{name}", "mean", (("post_block", 0),), 1, 100)
+        try:
+            yield WorkerCall("keep_rows", (rows.uid,))
+            yield from self.keeping.register(rows)
+        except BaseException:
+            yield WorkerCall("drop_rows", (rows.uid,))
+            raise
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    there = Workers()
+    monkeypatch.setattr(calls, "ask_all_workers", there.ask)
+    return there
+
+
+def test_rows_are_kept_under_their_name_or_not_at_all(workers):
+    def names():
+        return list(workers.client.registered.patches.kept)
+
+    async def run(calls_before):
+        after_s = (calls_before + 0.5) * STEP_S
+        left = await workers.run(workers.kept("a"), after_s)
+        assert [list(workers.rows), names()] == ([[], []] if left else [["uid-a"], ["a"]])
+        if left:
+            await workers.calls.run(workers.kept("a"))
+        left_dropping = await workers.run(workers.keeping.dropped("a"), after_s)
+        assert not workers.rows and not names()
+        return left, left_dropping
+
+    found = [asyncio.run(run(calls_before)) for calls_before in (0, 1, 2, 3, 100)]
+    assert found[0] == (True, True) and found[-1] == (False, False)
+
+
+def test_a_conversation_that_nobody_entered_takes_no_place(workers, monkeypatch):
+    monkeypatch.setattr("tllm.client.admission.gates_of", lambda groups: {})
+    prepared = SimpleNamespace(prompt_id="p", groups=(), params=None)
+
+    def entering(name):
+        named = RequestConversation.parse({"id": name, "key": "k" * 16})
+        return workers.client.admission._enter(named, prepared)
+
+    def entered(name):
+        return workers.conversations.enter(name, b"k", 60.0, time.time())
+
+    async def run():
+        for name in "abc":
+            assert await workers.run(entering(name), STEP_S / 2)
+            assert not workers.conversations.described(0.0)
+        entered("d"), entered("e")
+        assert await workers.run(entering("f"), STEP_S / 2)  # there is no room for it
+        assert sorted(workers.conversations.described(0.0)) == ["d", "e"]
+
+    asyncio.run(run())
