@@ -141,8 +141,7 @@ class _Rules(_Base):
         if len(changing) < len(spec.steering):
             # Blocks are shared with whoever does not ask to be judged.
             changed = steering_stretches(changing, *prompt) if changing else []
-            # But what is done to later tokens may depend on what was judged for earlier ones, and
-            # on where the prompt ends.
+            # But what is done to later tokens may depend on it, and on where the prompt ends.
             for_later = [use.to_wire() for use in spec.steering if use.judges_for_later]
             history = repr((prompt_len, for_later)) if for_later else ""
         if spec.conversation is not None and spec.conversation.held:
