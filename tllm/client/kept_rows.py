@@ -42,9 +42,11 @@ class RowKeeping:
 
         try:
             yield from self._registered.change(f"{KEPT}{name}", removed)
-        finally:
-            if uid:  # also where nobody waits any more: the name is gone, or can be dropped again
+        except asyncio.CancelledError:
+            if uid:  # nobody waits any more: the name is gone, or can be dropped again
                 yield WorkerCall("drop_rows", (uid,))
+            raise
+        yield WorkerCall("drop_rows", (uid,))
 
     def runs(
         self,

@@ -24,8 +24,9 @@ from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile, room
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""
 
-_LOOKED_AT = 256
-"""Names of earlier answers that are looked at with each answer: a reader removes his."""
+_LOOKED_AT = 16
+"""Names of earlier answers that are looked at with each answer, which adds one: a reader removes
+his, and looking takes a system call."""
 
 _LINKED = 64 << 10
 """Bytes of a file that are worth a link to it: of less, a copy costs no more, and does not hold all

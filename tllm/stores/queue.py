@@ -201,7 +201,7 @@ class Intake:
                         "dropped",
                     )
             if self._closed:
-                return _closed()
+                return closed_error()
             if not nbytes or self._fits(nbytes):
                 self._push(thread, item, None)
                 return None
@@ -211,7 +211,7 @@ class Intake:
         """Raises `StoreError` when the threads end: nobody would come to it."""
         with self._changed:
             if self._closed:
-                raise _closed()
+                raise closed_error()
             self._queues[thread].append(barrier)
             self._changed.notify_all()
 
@@ -311,7 +311,7 @@ class Intake:
                     self.spilled_bytes += sum(kept.nbytes for kept in spilled)
                     self._push(thread, item, spilled)
                     return None
-            error = _closed()
+            error = closed_error()
         for kept in spilled:
             self._spill.discard(kept)
         return error
@@ -333,5 +333,6 @@ class Intake:
             self.release(item.nbytes)
 
 
-def _closed() -> StoreError:
+def closed_error() -> StoreError:
+    """What is said of a record that comes when the writer has been closed."""
     return StoreError("the writer is closed; open another one", "closed")

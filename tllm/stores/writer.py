@@ -19,7 +19,7 @@ from tllm.stores.error import StoreError
 from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
 from tllm.stores.ledger import Claim, Ledger, known_records
 from tllm.stores.publish import Publisher, Publishing, ShardPublisher
-from tllm.stores.queue import Barrier, Intake, SpillFile
+from tllm.stores.queue import Barrier, Intake, SpillFile, closed_error
 from tllm.stores.record import Record, RecordMeta, checked_arrays
 from tllm.stores.record_stream import RecordStream
 from tllm.stores.recording import Published, QueuedRows, Recording
@@ -188,7 +188,7 @@ class StoreWriter:
                 if not closed:
                     self._streams[stream] = None
             if closed:  # since it was asked
-                error = StoreError("the writer is closed; open another one", "closed")
+                error = closed_error()
                 recording.lost[str(error)] = error
                 recording.fail()
         return stream
@@ -400,7 +400,7 @@ class StoreWriter:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError("the writer is closed; open another one", "closed")
+            raise closed_error()
         if self._process != os.getpid():
             raise StoreError(
                 f"the writer belongs to process {self._process}, from which this one was forked; "
