@@ -78,6 +78,19 @@ async def turns():
         await asyncio.sleep(0.5)
 
 
+async def positions_read(engine, *reads):
+    """Of which tokens a session has rows whose inputs use the reader, or do not."""
+    asked = [params(ANSWER, consumers={"reader": {"enabled": each}}) for each in reads]
+
+    async def parts():
+        for turn, each in zip(TURNS, asked, strict=True):
+            yield StreamingInput(prompt={"prompt_token_ids": list(turn)}, sampling_params=each)
+            await asyncio.sleep(0.5)
+
+    outputs = await collect(engine, parts(), asked[0], f"reads {reads}")
+    return outputs[-1].consumer_results["reader"].payload.positions.tolist()
+
+
 async def refused_session(engine, first, second):
     """What a session is told whose second input asks otherwise than the request."""
 
@@ -319,6 +332,9 @@ async def main(model: str, output: str) -> None:
         "captures": session[-1].capture_results,
     }
     later = await collect(engine, turns(), params(ANSWER, capture=LATER), "later")
+    saved["read by one input"] = [
+        await positions_read(engine, *reads) for reads in ((True, False), (False, True))
+    ]
     saved["later"] = later[-1].capture_results["memory"]
     try:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")

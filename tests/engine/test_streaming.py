@@ -116,6 +116,15 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
     assert result.payload.positions.tolist() == list(range(passed))
 
 
+def test_what_one_input_of_a_session_used_is_told_at_its_end(saved):
+    """It may be the first or the last; rows of the other are nobody's."""
+    first, last = (len(turn) + streaming.ANSWER - 1 for turn in streaming.TURNS)
+    assert saved["read by one input"] == [
+        list(range(first)),
+        list(range(first, first + last)),
+    ]
+
+
 def test_a_token_that_only_a_later_input_reaches_is_captured(saved):
     result = saved["later"]
     assert (result.status, result.error) == ("ok", None)

@@ -222,6 +222,7 @@ class AsyncClient:
                     f"({own.capture_options} and {request.capture_options}); ask the same of "
                     "every input, or begin another request"
                 )
+            request.take_in(own)
             yield replace(part, sampling_params=own.params)
 
     def note(self, request: Prepared, output: Any) -> bool:

@@ -61,7 +61,7 @@ class Uses:
         self.guides = self.guides or "sampler" in ports
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prepared:
     """A request that is ready for the engine.
 
@@ -97,6 +97,13 @@ class Prepared:
     samples: Samples = field(default_factory=Samples)
     results: Collected = field(default_factory=Collected)
     handed_over: set[tuple[int, str]] = field(default_factory=set)
+
+    def take_in(self, later: Prepared) -> None:
+        """A later input of its prompt may use consumers that it did without: their results come
+        with its own."""
+        self.unused &= later.unused
+        self.named |= later.named
+        self.wants_tokens |= later.wants_tokens
 
     @property
     def captures(self) -> tuple[str, ...]:
