@@ -16,6 +16,14 @@ from tests.forked_processes import ScriptProcess
 LEAVES_S = 30.0
 """How long the processes that a script started may take to end after it."""
 
+TESTS = Path(__file__).parent
+
+
+def python_path() -> dict[str, str]:
+    """The environment of a process that imports tLLM and these tests."""
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
 
 class HungError(Exception):
     """A script was not done in its time."""

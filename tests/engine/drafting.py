@@ -14,9 +14,9 @@ from tiny_engines import TINY_ENGINE
 from engine.ahead import scheduling_ahead
 from engine.drafters import save_drafted_model, save_eagle, save_eagle3, save_mimo
 from tllm import LLM
+from tllm.runtime.kernels.backend import INTERPRETED
 
 ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 METHODS = ["ngram", "eagle", "eagle3", "mtp", "eagle3-compiled"]
 """How tokens are drafted; `-compiled` where model and drafter are, and `-ahead` on the V2 runner

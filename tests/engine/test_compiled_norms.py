@@ -7,7 +7,6 @@ interpreted before, on a busy machine, the compiler was seen to end the process.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -18,9 +17,9 @@ from tiny_engines import TINY_ENGINE
 from engine.asking import generate, greedy, tokens_of
 from engine.reference import HIDDEN, LAYERS, Addition
 from tllm import LLM
+from tllm.runtime.kernels.backend import INTERPRETED
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 TOKENS = 3 if INTERPRETED else 8
 VECTORS = 5 * torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(11))
 AT = ("post_block", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ import torch
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.drawn_methods import METHODS, drawn
 from engine.reference import HIDDEN, LAYERS, Addition, GatedChange
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.server.fields import field_error
 from tllm.spec.hooks import HookPoint
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
 NARROW = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER

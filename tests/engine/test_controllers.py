@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -31,9 +30,9 @@ from tllm.ports import (
     Stop,
     TokenTarget,
 )
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.request import Asked
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 PROMPTS = 4 if INTERPRETED else 12
 DECODED = ResidualStream.read(layer=AT[1], phase="decode", role="h")
 

@@ -18,6 +18,7 @@ from benchmarks.consumers import EveryRow
 from engine.reference import HIDDEN, LAYERS
 from tllm import SamplingParams
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
+from tllm.runtime.kernels.backend import INTERPRETED
 
 OURS = f"{os.sep}tllm{os.sep}"
 ON_DEVICE = (
@@ -33,7 +34,6 @@ ON_DEVICE += ("reference.py", "distiller.py", "norm.py", "launches.py")
 IN_PLACE_OF_OTHERS = {"BlockKeys.__call__", "in_inference_mode.<locals>.within"}
 """vLLM asks a hasher for each request of each step; ours compares two numbers then, as its does.
 And torch's decorator, which is not counted either, calls six functions of its own."""
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels would take minutes")
 FEW, MANY = (1, 2) if INTERPRETED else (2, 8)
 SHORT, LONG = 12, 12 if INTERPRETED else 28

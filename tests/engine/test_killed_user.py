@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
-from child_process import script_process
+from child_process import python_path, script_process
 
 import tllm.stores
 from engine import killed_user
 from engine.asking import generate
 from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.shared_memory import FOLDER, sweep
 
 pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    INTERPRETED,
     reason="the interpreted V2 runner is set up in this process only",
 )
 
 
 def test_a_user_that_is_killed_leaves_nothing_and_a_store_that_goes_on(tiny_model, llm, tmp_path):
-    root, tests = tmp_path / "store", Path(__file__).parents[1]
-    paths = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    environment = paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    root = tmp_path / "store"
+    environment = python_path() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     said, log = tmp_path / "said", tmp_path / "log"
     user = script_process(killed_user, tiny_model, root, said, log=log, environment=environment)
     user.start()

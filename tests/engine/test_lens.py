@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 from engine.asking import generate, greedy, prompts_of, sampled
 from engine.reference import HIDDEN, LAYERS, VOCAB
 from tllm.consumers.lens import LensConsumer
+from tllm.runtime.kernels.backend import INTERPRETED
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 LENGTHS = [5, 11, 3] if INTERPRETED else [5, 60, 3, 17]  # prompts are computed in chunks of 24
 TOLERANCE = 2e-4
 """Of a log-probability: float32 sums in another order, through the norm and the LM head."""

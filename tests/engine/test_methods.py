@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 
@@ -13,9 +12,9 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.drawn_methods import METHODS, drawn
 from engine.reference import HIDDEN, LAYERS, GatedChange
 from tllm import SamplingParams
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.hooks import HookPoint
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 96
 TOKENS = 3 if INTERPRETED else 6
 NARROW = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER

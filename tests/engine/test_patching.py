@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ import torch
 from engine.asking import RELATIVE, error_of, generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, LAYERS, Addition, PatchedRow
 from tllm import SamplingParams
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.hooks import HookPoint
 from tllm.spec.patching import noise_rows
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
 NARROW = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from engine.test_conditions import run_random
 from engine.test_remembering import Remembering
 from tllm.consumers.sae import NO_FEATURE, SaeConsumer
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.steering import steer_features
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 FEATURES, K = 40, 6
 HOOK = "blocks.2.hook_resid_post"
 PLACE = ("post_block", 2)

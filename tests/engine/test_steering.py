@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, LAYERS, Addition
 from tllm import LLM, PoolingParams, SamplingParams
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.steering import SteeringModule
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 TOKENS = 3 if INTERPRETED else 8
 GENERATOR = torch.Generator().manual_seed(11)
 V, W = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)

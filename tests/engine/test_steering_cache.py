@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 
@@ -12,9 +11,10 @@ from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, VOCAB
 from tllm import LLM, SamplingParams
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.selection import Selection
 
-TURNS = 14 if os.environ["TLLM_TEST_RUNNER"] == "v1" else 1
+TURNS = 1 if INTERPRETED else 14
 """Of 24 requests. Interpreted kernels are slow, and the rules are the scheduler's."""
 GENERATOR = torch.Generator().manual_seed(4)
 VECTORS = list(6 * torch.randn(3, HIDDEN, generator=GENERATOR))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,8 @@ from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ResidualStream
+from tllm.runtime.kernels.backend import INTERPRETED
 
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 12 if INTERPRETED else 80
 TOKENS = 6 if INTERPRETED else 14
 CHANGE = 4 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))

@@ -1,20 +1,18 @@
 """`AsyncLLM`: streaming outputs, streaming input, abort, and what the last output carries."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import vllm
-from child_process import run_script
+from child_process import TESTS, python_path, run_script
 
 import tllm.stores
 from engine import modes, streaming
 from engine.asking import RELATIVE, error_of
 from engine.reference import HIDDEN, Addition
+from tllm.runtime.kernels.backend import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    INTERPRETED,
     reason="the interpreted V2 runner is set up in this process only",
 )
 
@@ -31,13 +29,12 @@ def saved(tiny_model, tmp_path_factory):
     """What a process with an `AsyncLLM` saw."""
     folder = tmp_path_factory.mktemp("streaming")
     output = folder / "saved.pt"
-    tests, root = Path(streaming.__file__).parents[1:3]
     run_script(
         streaming,
         *(tiny_model, output),
         log=folder / "log",
-        environment={"PYTHONPATH": f"{tests}{os.pathsep}{root}"},
-        cwd=root,
+        environment=python_path(),
+        cwd=TESTS.parent,
         timeout=480,
         forks=True,
     )

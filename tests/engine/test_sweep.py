@@ -6,7 +6,6 @@ import builtins
 import dataclasses
 import functools
 import importlib.util
-import os
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from engine.reference import PatchedRow
 from tllm.client.generation import SyncGeneration
 from tllm.patching import Sweep
 from tllm.patching.heatmap import Heatmap
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.hooks import HookPoint
 
 PANDAS = importlib.util.find_spec("pandas") is not None
-INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 HOOKS = ["post_block", "mlp_out"]
 LAYERS = [0, 2]
 ANSWERS = [(5, 9), (100, 7)]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
-from child_process import run_script
-from engine.drafting import DraftedModel
+from child_process import python_path, run_script
+from engine.drafting import INTERPRETED, DraftedModel
 
 from fuzz import served
 from fuzz.rounds import TIGHT, attack
 
 SEED = int(os.environ.get("TLLM_FUZZ_SEED", "1"))
 SECONDS = os.environ.get("TLLM_FUZZ_SECONDS")
-RUNNER = os.environ["TLLM_TEST_RUNNER"]
-ROUNDS = {"v1": 4, "v2": 1}  # what is interpreted takes minutes
+ROUNDS = 1 if INTERPRETED else 4  # what is interpreted takes minutes
 
 
 def test_requests_that_run_together_are_as_alone_and_leave_nothing(attacked):
     seconds = float(SECONDS) if SECONDS else None
-    assert attack(attacked, SEED, rounds=None if seconds else ROUNDS[RUNNER], seconds=seconds)
+    assert attack(attacked, SEED, rounds=None if seconds else ROUNDS, seconds=seconds)
 
 
 # Arguments of the engine, and how often CI attacks it: not how long, so that the seeds are the same
@@ -43,9 +41,7 @@ DRAFTING = TIGHT | {"enable_chunked_prefill": True, "async_scheduling": False}
 def attack_served(model, folder, options, rounds):
     """Attack the engine that a process of its own serves."""
     seconds = float(SECONDS or 0)
-    tests = Path(__file__).parents[1]
-    paths = str(tests.parent), str(tests), os.environ.get("PYTHONPATH")
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = python_path()
     if "tensor_parallel_size" in options:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     run_script(
@@ -57,9 +53,7 @@ def attack_served(model, folder, options, rounds):
     )
 
 
-on_v1 = pytest.mark.skipif(
-    RUNNER != "v1", reason="the interpreted V2 runner is set up in one process"
-)
+on_v1 = pytest.mark.skipif(INTERPRETED, reason="the interpreted V2 runner is set up in one process")
 
 
 @on_v1
