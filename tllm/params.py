@@ -421,6 +421,8 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
         return float(value)
     if isinstance(value, Selection):
         return value.to_wire()
+    if isinstance(value, slice):
+        return _range(value, field)
     if depth == _DEEPEST:
         raise ValueError(f"{field:.80}... is nested deeper than {_DEEPEST} levels, or holds itself")
     if isinstance(value, Mapping):
@@ -433,6 +435,14 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
     raise ValueError(
         f"{field} is {type(value).__name__}; give numbers, text, lists and mappings of them"
     )
+
+
+def _range(given: slice, field: str) -> str:
+    """A slice as the text that means the same, where layers are named."""
+    edges = [] if given.step is not None else [given.start, given.stop]
+    if not edges or not all(each is None or isinstance(each, Integral) for each in edges):
+        raise ValueError(f"{field} is {given}; give a slice of whole numbers without a step")
+    return ":".join("" if each is None else str(int(each)) for each in edges)
 
 
 def _key(key: Any, field: str) -> str:

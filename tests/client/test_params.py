@@ -53,6 +53,19 @@ def test_options_of_consumers_are_plain_data():
     assert [*map(type, found.values())] == [*map(type, plain.values())]
 
 
+def test_a_slice_of_layers_is_the_text_that_means_the_same():
+    params = SamplingParams(
+        capture={"memory": {"hooks": {"post_block": [0, slice(2, 4)], "mlp_out": slice(-2, None)}}},
+        consumers={"lens": {"layers": slice(1, 3)}},
+    )
+    assert params.asked.consumers == {
+        "memory": {"hooks": {"post_block": [0, "2:4"], "mlp_out": "-2:"}},
+        "lens": {"layers": "1:3"},
+    }
+    with pytest.raises(ValueError, match=r"slice\(0, 4, 2\).*without a step"):
+        SamplingParams(consumers={"lens": {"layers": slice(0, 4, 2)}})
+
+
 @pytest.mark.parametrize(
     ("consumers", "says"),
     [

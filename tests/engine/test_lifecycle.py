@@ -105,6 +105,8 @@ class Numbered(Consumer):
         return [flow()]
 
     def validate_options(self, options):
+        if set(options) - {"number"}:
+            raise ValueError(f"{sorted(options)}: only number")
         if options.get("number", 0) >= self.own:
             raise ValueError(f"number={options['number']} is too large for {self.own}")
 
@@ -242,6 +244,8 @@ class TestRegistration:
         llm.register_consumer(Numbered(10))
         start(llm, "asked", prompts_of([5])[0], greedy(6, **asked))
         start(llm, "unasked", prompts_of([5])[0], greedy(6))
+        off = {"numbered": {"enabled": False}}
+        start(llm, "off", prompts_of([5])[0], greedy(6, consumers=off))
         for _ in range(steps):
             llm.llm_engine.step()
         llm.unregister_consumer("numbered")
@@ -255,6 +259,7 @@ class TestRegistration:
         assert told in result.error
         unasked = outputs["unasked"].outputs[0].consumer_results["numbered"]
         assert unasked.status == "partial_error" if steps else "ok"
+        assert not outputs["off"].outputs[0].consumer_results
 
         start(llm, "asked", prompts_of([5])[0], greedy(6, **asked))
         for _ in range(steps):

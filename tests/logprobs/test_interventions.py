@@ -175,6 +175,13 @@ def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
 
     with pytest.raises(ValueError, match="a lane's tokens are a prompt that grows"):
         asyncio.run(ask())
+    capture = {"memory": {"hooks": {"post_block": [LAYER]}, "positions": positions}}
+    with pytest.raises(ValueError, match=r"capture\['memory'\]\['positions'\] counts from the end"):
+        lm.open(PROMPT, capture=capture).next_sync()
+    assert lm.next_token_logprobs_sync(PROMPT, capture=capture).isfinite().all()
+    capture["memory"]["positions"] = "all_generated"
+    with pytest.raises(ValueError, match=r"\['positions'\] would read nothing"):
+        lm.open(PROMPT, capture=capture)
     try:
         lm.run(lm.engine.steering.set(vectors={"post_block": {LAYER: entry}}))
         with pytest.raises(ValueError, match="a lane's tokens are a prompt that grows"):

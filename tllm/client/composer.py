@@ -28,7 +28,7 @@ from tllm.spec.probes import FindFeature
 from tllm.spec.reading import check_name, registered_names
 from tllm.spec.selection import Selection
 from tllm.spec.stretches import most_configurations
-from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
+from tllm.spec.tiers import OTHER_LAYERS, TIER_FIELDS, SteeringEntry, Tiers
 
 GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
 """Keys under which the workers keep global steering, and the beginnings of those of modules and of
@@ -276,11 +276,7 @@ class Composer:
                 "max_steering_configs=512 (the number of distinct ways of steering at once)"
             )
         if entry.num_layers not in (None, facts.points.num_layers):
-            raise ValueError(
-                f"{name}: the vector is one of {entry.num_layers} rows that say no layer, and the "
-                f"model has {facts.points.num_layers} layers; give a row for each layer, or say "
-                "which they are: {layer: vector}, or layers= of tllm.steering.load"
-            )
+            raise ValueError(OTHER_LAYERS.format(name, entry.num_layers, facts.points.num_layers))
         try:
             widths = facts.checked_widths(entry.point, entry.layer)
         except ValueError as error:

@@ -56,7 +56,9 @@ class ConsumerUses:
                 )
             enabled = chosen.get("enabled", True)
             require_bool(f"{field}['enabled']", enabled)
-            consumer_calls.call(self._registered.consumers[name], "validate_options", chosen)
+            if enabled:
+                options = {option: chosen[option] for option in chosen if option != "enabled"}
+                consumer_calls.call(self._registered.consumers[name], "validate_options", options)
             if name == PatchRunsConsumer.consumer_id:
                 self._registered.patches.check_run(chosen["uid"])
         uses = Uses()

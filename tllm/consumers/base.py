@@ -176,10 +176,11 @@ class Consumer(ABC):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Check `SamplingParams(consumers={consumer_id: options})` in the user's process.
 
-        Raise `ValueError` naming the field to refuse the request. `enabled` is always allowed
-        and handled by the runtime. A consumer that takes other options overrides this.
+        Raise `ValueError` naming the field to refuse the request. `enabled` is always allowed, and
+        not among the options here: of a request that turns the consumer off, nothing is asked. A
+        consumer that takes others overrides this.
         """
-        if unknown := sorted(set(options) - {"enabled"}):
+        if unknown := sorted(options):
             raise ValueError(
                 f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes only "
                 "'enabled' (a consumer that takes others has a validate_options of its own)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict, cast, overload
@@ -18,6 +18,7 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
 from tllm.spec.reading import whole_number
 from tllm.spec.request import Asked
+from tllm.spec.selection import Selection
 
 #: The rows that patches name may be others tomorrow, as what a conversation remembers, and answers
 #: are kept. Tokens of queries and lanes are given, so no condition ends them.
@@ -43,7 +44,8 @@ class LaneOptions(TypedDict, total=False):
     """What a lane, a completion or a query may be asked with.
 
     `lora_name` is an adapter for it, instead of the one that is set. The rest is what
-    `tllm.SamplingParams` takes beside vLLM's own parameters.
+    `tllm.SamplingParams` takes beside vLLM's own parameters, but for `patch`, `stop_when`,
+    `abort_when` and `conversation`.
     """
 
     lora_name: str | None
@@ -163,11 +165,14 @@ class Interventions:
         asked: all of it, checked.
         key: equal for equal asks; a key of its own where equality cannot be told.
         results: whether something comes back with the request's output.
+        from_end: the field of a consumer that reads tokens that count from the end of the prompt,
+            or names them to leave them out; empty for none.
     """
 
     asked: Asked = field(default_factory=Asked)
     key: str = ""
     results: bool = False
+    from_end: str = ""
 
     @classmethod
     def of(cls, params: Mapping[str, Any], *, generates: bool = False) -> Interventions:
@@ -180,7 +185,8 @@ class Interventions:
         if unknown := sorted(set(given) - set(_FIELDS)):
             raise ValueError(
                 f"unknown arguments {unknown}: log-probabilities are the model's own, before "
-                f"sampling parameters; beside them one may give {', '.join(_FIELDS)}"
+                "sampling parameters, patches and what ends a request; one may give "
+                f"{', '.join(_FIELDS)}"
             )
         if not given:
             return cls()
@@ -198,7 +204,8 @@ class Interventions:
         results = any(options.get("enabled", True) for options in asked.consumers.values())
         digest = hashlib.sha256()
         _digest(given, digest)
-        return cls(asked, digest.hexdigest(), results)
+        from_end = (name for name, selection in _positions_read(asked) if selection.from_end)
+        return cls(asked, digest.hexdigest(), results, next(from_end, ""))
 
     def applied_to(self, params: SamplingParams, next_token: Mapping[str, Any]) -> SamplingParams:
         """A copy of sampling parameters that asks for this, and for log-probabilities."""
@@ -217,8 +224,26 @@ def does_nothing(what: str) -> str:
     )
 
 
+def _positions_read(asked: Asked) -> Iterator[tuple[str, Selection]]:
+    """Whose rows consumers are asked to read, and the field that says so."""
+    for name, options in asked.consumers.items():
+        if options.get("enabled", True) and "positions" in options:
+            field = f"{'capture' if name in asked.captures else 'consumers'}[{name!r}]['positions']"
+            try:
+                selection = Selection.parse(options["positions"], field)
+            except ValueError:
+                continue  # a word of the consumer's own, or for it to refuse
+            yield field, selection
+
+
 def _check_given(asked: Asked) -> None:
-    """Refuse steering of generated tokens alone where all tokens are given."""
+    """Refuse what is for generated tokens alone where all tokens are given."""
+    for name, selection in _positions_read(asked):
+        if "prompt" not in selection.phases:
+            raise ValueError(
+                f"{name} would read nothing: it names generated tokens alone, and the tokens of "
+                "queries and lanes are given, so they are all of the prompt's phase"
+            )
     for _, entry in () if asked.steering is None else asked.steering.own.by_phase():
         if entry.needs_generated:
             raise ValueError(does_nothing(entry.name))

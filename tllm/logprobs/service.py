@@ -353,6 +353,12 @@ class Service:
                 "the prompt ('last_prompt', negative positions), and a lane's tokens are a prompt "
                 "that grows; give other positions, or ask with next_token_logprobs()"
             )
+        if query.interventions.from_end:
+            raise ValueError(
+                f"{query.interventions.from_end} counts from the end of the prompt ('last_prompt', "
+                "negative positions), and a lane's tokens are a prompt that grows; give other "
+                "positions, or ask with next_token_logprobs()"
+            )
         adapter = None if query.lora is None else query.lora.lora_int_id
         # A consumer that writes makes the blocks nobody else's.
         root: Hashable = adapter, self.engine.steering.version, query.interventions.key

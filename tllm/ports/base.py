@@ -30,6 +30,9 @@ def _listed(field_name: str, given: Any, kind: type) -> tuple[Any, ...]:
             f"{field_name}={given!r:.100} is no list of what ports give; give such as "
             f"{field_name}=[ResidualStream.{port}(layer=3)]"
         )
+    for each in listed:
+        if not isinstance(each.role, str):
+            raise TypeError(f"{field_name}: role={each.role!r:.60} is no text; give a name")
     return listed
 
 
@@ -112,6 +115,10 @@ class ConsumerFlow:
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads", _listed("reads", self.reads, PortRead))
         object.__setattr__(self, "writes", _listed("writes", self.writes, PortWrite))
+        if isinstance(self.bundle_key, str) or not isinstance(self.bundle_key, Iterable):
+            raise TypeError(
+                f"bundle_key={self.bundle_key!r:.60}: give a list, such as ['request_id']"
+            )
         object.__setattr__(self, "bundle_key", tuple(self.bundle_key))
         object.__setattr__(self, "positions", Selection.parse(self.positions))
         require_one_of("window", self.window, Window)

@@ -16,4 +16,6 @@ class CpuExport:
             channel: name given back to `on_export`.
             role: name of the write within the flow; the channel's name by default.
         """
+        if not isinstance(channel, str) or not channel:
+            raise TypeError(f"CpuExport.write(channel={channel!r:.60}): give a text, not empty")
         return PortWrite("cpu_export", role or channel, options={"channel": channel})

@@ -95,6 +95,11 @@ class RequestResult:
         if self.status not in get_args(ResultStatus):
             allowed = ", ".join(get_args(ResultStatus))
             raise ValueError(f"RequestResult(status={self.status!r:.60}): give one of {allowed}")
+        if self.error is not None and not isinstance(self.error, str):
+            raise TypeError(
+                f"RequestResult(error={self.error!r:.60}) is {type(self.error).__name__}; give "
+                "text, such as str(error), or None"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +131,13 @@ class PerToken(Payload):
                 f"PerToken has positions of shape {given.shape} and type {given.dtype}, and "
                 f"{values}; give whole numbers [rows], and as many values [rows, ...]"
             )
-        if (np.diff(self.positions) <= 0).any():
-            order = in_order(self.positions)
-            object.__setattr__(self, "positions", self.positions[order])
-            object.__setattr__(self, "values", self.values[order])
+        object.__setattr__(self, "positions", given)
+        if (np.diff(given) <= 0).any():
+            order = in_order(given)
+            object.__setattr__(self, "positions", given[order])
+            listed = isinstance(self.values, (list, tuple))
+            unordered = np.asarray(self.values) if listed else self.values
+            object.__setattr__(self, "values", unordered[order])
 
     def up_to(self, num_tokens: int) -> PerToken:
         """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""

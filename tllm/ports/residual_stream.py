@@ -42,8 +42,14 @@ class ResidualStream:
             phase, role: as in `read`.
         """
         phase = phase_named(phase)
-        if not places:
+        if not len(places):
             raise ValueError("places=[] reads nothing; give one or more (site, layer)")
+        for place in places:
+            if isinstance(place, str) or not isinstance(place, Sequence) or len(place) != 2:
+                raise ValueError(
+                    f"places: {place!r:.60} is no place; give (site, layer) of each, such as "
+                    "[('post_block', 3), ('mlp_out', 3)]"
+                )
         located = tuple(_place(site, layer) for site, layer in places)
         return PortRead("residual_stream", role, phase, located, block=True)
 

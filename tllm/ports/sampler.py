@@ -9,6 +9,7 @@ import torch
 from tllm.ports.base import PortWrite
 from tllm.ports.request_meta import RowMeta
 from tllm.spec.phases import Phase, phase_named
+from tllm.spec.reading import whole_number
 
 
 class Candidates(ABC):
@@ -85,6 +86,5 @@ class Sampler:
             width: the most candidates that a compact row has room for.
         """
         phase = phase_named(phase)
-        if width < 1:
-            raise ValueError(f"width={width} must be 1 or more")
-        return PortWrite("sampler", role, phase, options={"width": width})
+        number = whole_number(width, "Sampler.write(width)=", 1)
+        return PortWrite("sampler", role, phase, options={"width": number})

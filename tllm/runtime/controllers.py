@@ -111,6 +111,7 @@ class Controllers:
         self._lock = threading.Lock()
         self._waiting: list[tuple[SteeringDecision, DecidedAction]] = []
         self._failed: list[Failure] = []
+        self._left: list[str] = []
         self._batch: _RowsDrawnFrom | None = None
         self._told: _RowsDrawnFrom | None = None
 
@@ -136,6 +137,14 @@ class Controllers:
 
     def forget(self, consumer: str) -> None:
         self._counts.pop(consumer, None)
+
+    def end_steering_of(self, consumer: str) -> None:
+        """A consumer leaves, or raised: what it steers with ends before the next step, and what it
+        decided since the last is not done."""
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each[0].consumer != consumer]
+            if self._steered:
+                self._left.append(consumer)
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -287,7 +296,8 @@ class Controllers:
                     sequence.errors[consumer] = text
 
     def act(self, engine_ids: list[str], starts: IntArray, step: int) -> list[Failure]:
-        """Let what was decided act on the step that begins.
+        """Let what was decided act on the step that begins. What consumers steer with that left, or
+        whose `decide` raised for a sequence, ends.
 
         Args:
             starts: `[sequences]`, position of the first token that is computed of each.
@@ -298,10 +308,14 @@ class Controllers:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             failed, self._failed = self._failed, []
+            left, self._left = self._left, []
         decisions = [decision for decision, _ in waiting]
         if self._share is not None:
-            decisions, failed = self._share((decisions, failed))
+            decisions, failed, left = self._share((decisions, failed, left))
         changed: dict[str, RunningSequence] = {}
+        for consumer in left:
+            for engine_id in self._steered:
+                self._end(engine_id, consumer, changed)
         for number, decision in enumerate(decisions):
             sequence = self._slots.get(decision.engine_id)
             if sequence is None or sequence.ended or sequence.controlled is None:
@@ -316,18 +330,36 @@ class Controllers:
                 else:
                     decided.error = error
                     self._counts[decision.consumer].refused += 1
+        for engine_id, consumer, _ in failed:
+            self._end(engine_id, consumer, changed)
         if self._steered or changed:
             self._place(changed, engine_ids, starts)
         return failed
+
+    def _next_row(self, sequence: RunningSequence) -> int:
+        """Position of the first row of a sequence that is steered by what is decided now."""
+        controlled = sequence.controlled
+        assert controlled is not None and controlled.steered_from is not None
+        return max(int(self._slots.delivered[sequence.info.slot]), controlled.steered_from)
+
+    def _end(self, engine_id: str, consumer: str, changed: dict[str, RunningSequence]) -> None:
+        """Steer a sequence no more in a consumer's name."""
+        sequence = self._steered.get(engine_id)
+        if sequence is None or sequence.ended or sequence.decided is None:
+            return
+        named = sequence.decided.named
+        others = {key: each for key, each in named.items() if key[0] != consumer}
+        if len(others) < len(named):
+            sequence.decided.named = others
+            sequence.decided.change(self._next_row(sequence))
+            changed[engine_id] = sequence
 
     def _steer(
         self, sequence: RunningSequence, decision: SteeringDecision
     ) -> tuple[str | None, int]:
         """Steer a sequence otherwise from its next row on; why it cannot be, and from where on."""
-        controlled = sequence.controlled
-        assert controlled is not None and controlled.steered_from is not None
-        slot = sequence.info.slot
-        position = max(int(self._slots.delivered[slot]), controlled.steered_from)
+        controlled, position = sequence.controlled, self._next_row(sequence)
+        assert controlled is not None
         decided = sequence.decided or DecidedSteering()
         named = {key: each for key, each in decided.named.items() if each.until > position}
         key = decision.consumer, decision.name

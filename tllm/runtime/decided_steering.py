@@ -14,7 +14,7 @@ from tllm.spec.groups import SteeringGroup, compose
 from tllm.spec.operations import max_reach
 from tllm.spec.selection import END
 from tllm.spec.stretches import Configuration, Stretches, TokenChoice
-from tllm.spec.tiers import SteeringEntry, Tiers
+from tllm.spec.tiers import OTHER_LAYERS, SteeringEntry, Tiers
 
 _MAX_UNUSED = 64
 """Groups that stay in the tables when no sequence needs them: the same is often decided again."""
@@ -149,6 +149,8 @@ class DecidedGroups:
                 f"{entry.name} has 'positions'; what a controller decides is done to the tokens "
                 "after its decision: say tokens= for how many"
             )
+        if entry.num_layers not in (None, self._num_layers):
+            raise ValueError(OTHER_LAYERS.format(entry.name, entry.num_layers, self._num_layers))
         self._resolve(entry.point.value, entry.layer)
         if entry.vector.shape[-1] != self._hidden_size:
             raise ValueError(

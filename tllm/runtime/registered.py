@@ -173,6 +173,7 @@ class RegisteredConsumers:
                 sequence.left.add(consumer_id)
             sequence.let_go.pop(consumer_id, None)
         del self.by_id[consumer_id]
+        self.controllers.end_steering_of(consumer_id)
         self.controllers.forget(consumer_id)
 
     def _remove_writers(self, owner: BoundConsumer) -> None:
@@ -202,6 +203,7 @@ class RegisteredConsumers:
         failed, self.failed = self.failed, []
         for owner in failed:
             self._remove_writers(owner)
+            self.controllers.end_steering_of(owner.id)
         self.reassign()
 
     def let_act(self, engine_ids: list[str], starts: IntArray) -> None:
@@ -222,6 +224,7 @@ class RegisteredConsumers:
         sequence.refused.add(owner.id)
         owner.forget(sequence.info.slot)
         owner.asked.pop(sequence.info.slot, None)
+        self.forget_writes(sequence.info.slot, owner)
         self._assignments.assign(sequence)
 
     # -- what they want of a sequence
@@ -305,7 +308,8 @@ _LEFT_FIRST = "the consumer was unregistered before it had made this result"
 def _refusal_of(owner: BoundConsumer, options: Mapping[str, Any]) -> str:
     """Why a consumer cannot do what another of its id was asked for; empty where it can."""
     try:
-        owner.consumer.validate_options(options)
+        own = {option: value for option, value in options.items() if option != "enabled"}
+        owner.consumer.validate_options(own)
     except BaseException as error:  # the options were never meant for it: no fault of its own
         if ends_process(error):
             raise

@@ -111,7 +111,8 @@ class Results:
                 needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
                 if needs_tokens:
                     info = info.having(token_ids=sequence.token_ids)
-                if needs_tokens and sequence.token_ids is None and sequence.keep_results:
+                wanted = sequence.keep_results and info.prompt_id not in self._given_up
+                if needs_tokens and sequence.token_ids is None and wanted:
                     late = self._late.setdefault(info.prompt_id, {})
                     late.setdefault(owner.id, []).append(info)
                     self._slots.hold(info.slot)
@@ -124,7 +125,7 @@ class Results:
                         results[owner.id] = result
             owner.forget(sequence.info.slot)
             owner.asked.pop(sequence.info.slot, None)
-        for name, error in sequence.errors.items():
+        for name, error in list(sequence.errors.items()):  # export threads may add to it
             log = sequence.controlled and sequence.controlled.log(name)
             results[name] = RequestResult(log, "error", error)
         if sequence.keep_results:

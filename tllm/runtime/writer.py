@@ -302,8 +302,7 @@ class TapWriter(ResidualWriter):
                 f"vectors are {type(vectors).__name__}; give a tensor, [hidden] for all requests "
                 "or [requests, hidden]"
             )
-        if isinstance(requests, RequestInfo):
-            raise TypeError("requests are one RequestInfo; give a list of them: [request]")
+        self._refuse_what_is_no_request(requests)
         hidden = self._additions._taps.hidden_size
         shape = list(vectors.shape)
         if shape not in ([hidden], [len(requests), hidden]):
@@ -341,7 +340,20 @@ class TapWriter(ResidualWriter):
             raise ValueError(_NO_NUMBERS)
         return vectors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    def _refuse_what_is_no_request(self, requests: Sequence[RequestInfo]) -> None:
+        if self.repetition is not None and self.repetition.requests is requests:
+            return  # as in the last step
+        if isinstance(requests, RequestInfo):
+            raise TypeError("requests are one RequestInfo; give a list of them: [request]")
+        for number, given in enumerate(requests):
+            if not isinstance(given, RequestInfo):
+                raise TypeError(
+                    f"requests[{number}]={given!r:.60} is {type(given).__name__}; give RequestInfo "
+                    "of the rows, such as bundle.meta.requests"
+                )
+
     def clear(self, requests: Sequence[RequestInfo]) -> None:
+        self._refuse_what_is_no_request(requests)
         self._additions.submit(self, requests, None)
 
 

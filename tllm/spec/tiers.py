@@ -44,6 +44,12 @@ TIER_FIELDS: Mapping[str, tuple[str, Phase, str]] = {
 """The fields in which steering is given: attribute of `Tiers`, phase, and method of entries that
 name none."""
 
+OTHER_LAYERS = (
+    "{}: the vector is one of {} rows that say no layer, and the model has {} layers; give a row "
+    "for each layer, or say which they are: {{layer: vector}}, or layers= of tllm.steering.load"
+)
+"""What is said of an array of rows for other layers than the model has."""
+
 _PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """numpy has no bfloat16: its bits are the upper half of a float32's."""
 

@@ -137,8 +137,7 @@ class Capturing(Consumer):
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """As `spec` has it."""
-        if options.get("enabled", True):
-            self.spec(options)
+        self.spec(options)
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
         """One flow for all hook points, or two that make one of another's rows."""
