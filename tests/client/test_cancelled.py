@@ -1,4 +1,4 @@
-"""Who leaves while the workers are called leaves nothing behind: they do what they were asked."""
+"""Who leaves while the workers are called, or interrupts a call, leaves nothing behind."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 
 from tllm.client import calls
-from tllm.client.calls import AsyncCalls, WorkerCall
+from tllm.client.calls import AsyncCalls, WorkerCall, drive
 from tllm.client.front_end import Client
 from tllm.client.kept_rows import RowKeeping
 from tllm.engine.conversations import ConversationPlace, Conversations
@@ -73,6 +73,32 @@ class Workers:
             await self.calls.run(self.client.registered._fetch())
             return True
 
+    def interrupt(self, steps, number, heard):
+        """Run steps of a caller who waits, and interrupt a call of the workers; whether there were
+        as many.
+
+        Args:
+            number: of the call.
+            heard: whether the workers do what they are asked in it.
+        """
+        made = 0
+
+        def do(step):
+            nonlocal made
+            if not isinstance(step, WorkerCall):
+                return None
+            made += 1
+            answers = [getattr(self, step.method)(*step.args)] if made != number or heard else []
+            if made == number:
+                raise KeyboardInterrupt
+            return answers
+
+        try:
+            drive(steps, do)
+        except KeyboardInterrupt:
+            return True
+        return False
+
     def kept(self, name):
         """Steps that keep rows under a name, as `register_mean` does."""
         rows = KeptRows(name, f"uid-{name}", "mean", (("post_block", 0),), 1, 100)
@@ -107,6 +133,40 @@ def test_rows_are_kept_under_their_name_or_not_at_all(workers):
 
     found = [asyncio.run(run(calls_before)) for calls_before in (0, 1, 2, 3, 100)]
     assert found[0] == (True, True) and found[-1] == (False, False)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_rows_of_a_call_that_was_interrupted_are_kept_under_their_name_or_not_at_all(
+    workers, heard
+):
+    def names():
+        workers.interrupt(workers.client.registered._fetch(), 0, True)
+        return list(workers.client.registered.patches.kept)
+
+    def all_of(name):
+        yield from workers.kept(name)
+        yield from workers.keeping.dropped(name)
+
+    found = []
+    for number in range(1, 12):
+        found.append(workers.interrupt(all_of("a"), number, heard))
+        assert not workers.rows and not names()
+    assert found[0] and not found[-1]
+
+
+def test_an_interrupt_waits_until_all_rows_are_dropped(workers):
+    for name in "abc":
+        workers.interrupt(workers.kept(name), 0, True)
+    kept = list(workers.client.registered.patches.kept.values())
+    numbers = iter([1, 0, 0])
+
+    def do(steps):
+        if workers.interrupt(steps, next(numbers), False):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drive(workers.keeping.forget(kept), do)
+    assert len(kept) == 3 and not workers.rows and not workers.client.registered.patches.kept
 
 
 def test_a_conversation_that_nobody_entered_takes_no_place(workers, monkeypatch):

@@ -18,6 +18,9 @@ from tllm.spec.patching import KEPT, KeptRows, RequestPatch
 if TYPE_CHECKING:
     from tllm.client.registrations import Registrations
 
+_LEAVING = (asyncio.CancelledError, KeyboardInterrupt)
+"""Raised by who waits no more for the workers, which may do all the same what they were asked."""
+
 
 class RowKeeping:
     """Lets the workers keep rows, and every front end know of them."""
@@ -28,25 +31,26 @@ class RowKeeping:
     def dropped(self, kept: KeptRows | str) -> Steps[None]:
         """See `PatchingControl.drop`."""
         name = kept.name if isinstance(kept, KeptRows) else kept
-        uid = ""
+        found: KeptRows | None = None
 
         def removed() -> None:
-            nonlocal uid
-            found = self._registered.patches.find(name, "drop").uid
-            if isinstance(kept, KeptRows) and kept.uid != found:
+            nonlocal found
+            there = self._registered.patches.find(name, "drop")
+            if isinstance(kept, KeptRows) and kept.uid != there.uid:
                 raise ValueError(
                     f"drop: the rows that were given are not kept by this engine, where {name!r} "
                     "is the name of others; give the name to drop those"
                 )
-            uid = found
+            found = there
 
         try:
             yield from self._registered.change(f"{KEPT}{name}", removed)
-        except asyncio.CancelledError:
-            if uid:  # nobody waits any more: the name is gone, or can be dropped again
-                yield WorkerCall("drop_rows", (uid,))
+            assert found is not None
+            yield WorkerCall("drop_rows", (found.uid,))
+        except _LEAVING:
+            if found is not None:
+                yield from self._withdrawn(found)
             raise
-        yield WorkerCall("drop_rows", (uid,))
 
     def runs(
         self,
@@ -100,24 +104,28 @@ class RowKeeping:
                 size = sum(answer[1] for answer in answers if answer is not None)
                 name = (names[i] if names else None) or f"run-{uid}"
                 run = KeptRows(name, uid, "run", tuple(places[i]), len(prompts[i]), size, on_host)
-                yield self.register(run)
                 kept.append(run)
+                yield self.register(run)
         except BaseException:
             yield from self.forget(kept)
-            known = {run.uid for run in kept}
             for uid in (uid for uid, at in zip(uids, places, strict=True) if at):
-                if uid not in known:
-                    yield registered.ask(WorkerCall("drop_rows", (uid,)))
+                yield registered.ask(WorkerCall("drop_rows", (uid,)))
             raise
         finally:
             registered.patches.computed.difference_update(uids)
         return kept, outputs
 
     def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
-        """Drop what is still kept of these."""
+        """Drop what is still kept of these; who leaves meanwhile does so when all are dropped."""
+        left: BaseException | None = None
         for each in kept:
-            with suppress(ValueError):  # somebody else has dropped it
-                yield self.dropped(each)
+            try:
+                with suppress(ValueError):  # somebody else has dropped it
+                    yield self.dropped(each)
+            except _LEAVING as error:
+                left = error
+        if left is not None:
+            raise left
 
     def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
         """How many runs of so many tokens the workers can keep now."""
@@ -153,13 +161,18 @@ class RowKeeping:
 
         try:
             yield from self._registered.change(f"{KEPT}{kept.name}", registered)
-        except asyncio.CancelledError:
-            # The workers may register it all the same: once they have answered this call, they
-            # have, and it is known here.
-            yield WorkerCall("drop_rows", (kept.uid,))
-            with suppress(ValueError):  # they have not
-                yield from self.dropped(kept)
+        except _LEAVING:
+            yield from self._withdrawn(kept)
             raise
+
+    def _withdrawn(self, kept: KeptRows) -> Steps[None]:
+        """Nobody waits any more for a change of the name of these rows, of which the workers may
+        not have heard: neither they nor the name are left."""
+        # Once the workers have answered this call, the change is made or never will be, and is
+        # known here.
+        yield WorkerCall("drop_rows", (kept.uid,))
+        with suppress(ValueError):  # the name is gone
+            yield from self.dropped(kept)
 
     def check_free(self, name: Any) -> None:
         """Refuse a name that others have, or that is none."""
