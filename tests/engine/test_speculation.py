@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from capture.truth import Truth
+from vllm.v1.core.sched.interface import PauseState
 
 import tllm.stores
 from engine.adder import Adder
@@ -1021,4 +1022,32 @@ def test_a_consumer_that_comes_while_sequences_run_sees_them_where_they_are(
         assert seen[0] > len(prompt)
         for position in seen:
             assert error_of(rows[f"r{i}", 0, position], states[AT][position]) < RELATIVE
+    drafts.assert_some_came_true()
+
+
+def test_sequences_go_on_behind_a_step_without_tokens(drafting, reference, drafts):
+    """While the engine is paused, its workers hear in one that a request has ended."""
+    read = ResidualStream.read(layer=1, role="mid")
+    recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))
+    engine, outputs = drafting.llm_engine, {}
+    scheduler = engine.engine_core.engine_core.scheduler
+    short, long = prompts_of([9, 12], seed=14)
+    engine.add_request("short", {"prompt_token_ids": short}, few(3))
+    engine.add_request("long", {"prompt_token_ids": long}, few(25))
+
+    def step():
+        for output in engine.step():
+            outputs[output.request_id] = output
+
+    while "short" not in outputs or not outputs["short"].finished:
+        step()
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)  # as the mode "keep" does
+    for _ in range(3):
+        step()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    while engine.has_unfinished_requests():
+        step()
+    drafting.synchronize()
+    assert_greedy(outputs.values(), reference)
+    assert_rows_match(recorder, list(outputs.values()), reference, {"mid": AT})
     drafts.assert_some_came_true()

@@ -283,7 +283,9 @@ class DeviceDrafts:
         """
         step, self._step = self._step, None
         idle, self._idle_drafts = self._idle_drafts, None
-        last, self._last = self._last, (self._request_ids, output)
+        ids, self._request_ids = self._request_ids, ()
+        # When a step without tokens is over, the scheduler has heard of the one before it.
+        last, self._last = self._last, (ids, output if ids else None)
         if idle is not None:
             self._uncounted.append((output, idle))
             while len(self._uncounted) > IN_FLIGHT:
