@@ -15,6 +15,8 @@ from tllm import SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.spec.request import RowsRead
+from tllm.spec.selection import Selection
 
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
 
@@ -305,27 +307,63 @@ def test_a_pause_that_waits_does_so_beside_a_lane_that_was_preempted(tight_walk,
     walk.turn("lane")
 
 
-def test_the_rows_of_fed_tokens_are_prompt_rows_and_a_lane_begins_once(walk, llm):
-    class Rows(Consumer):
-        consumer_id = "rows"
+class Rows(Consumer):
+    """Which requests began, and which of their prompt rows were computed."""
 
-        def flows(self):
-            read = ResidualStream.read(layer=1, role="hidden", phase="prefill")
-            return [ConsumerFlow(reads=[read])]
+    consumer_id = "rows"
 
-        def start(self, ctx):
-            self.seen, self.begun = [], []
+    def flows(self):
+        read = ResidualStream.read(layer=1, role="hidden", phase="prefill")
+        return [ConsumerFlow(reads=[read])]
 
-        def on_request_started(self, request, ctx):
-            self.begun.append(request.request_id)
+    def start(self, ctx):
+        self.seen, self.begun = [], []
 
-        def consume_bundle(self, bundle, ctx):
-            names = [bundle.meta.requests[i].request_id for i in bundle.meta.request_index]
-            self.seen += zip(names, bundle.meta.positions.tolist(), strict=True)
+    def on_request_started(self, request, ctx):
+        self.begun.append(request.request_id)
 
+    def consume_bundle(self, bundle, ctx):
+        names = [bundle.meta.requests[i].request_id for i in bundle.meta.request_index]
+        self.seen += zip(names, bundle.meta.positions.tolist(), strict=True)
+
+
+def registered_rows(llm):
+    """A consumer of the engine's, and the one of its worker."""
     rows = llm.register_consumer(Rows())
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    there = worker.session.consumers.get("rows").consumer
+    return rows, worker.session.consumers.get("rows").consumer
+
+
+@pytest.mark.parametrize("asking", ["each input", "the later input"])
+def test_a_row_of_a_later_input_is_computed_that_others_have_cached(walk, llm, asking):
+    """The lane is preempted before it computes the row, and comes back onto their blocks."""
+    rows, there = registered_rows(llm)
+    tokens = prompt(100, 9)
+    walk.open("other", tokens)
+    walk.lanes.run()
+    walk.check()
+    reads = {"reads": [RowsRead("positions", Selection.parse([70])).to_wire()]}
+    walk.open("lane", tokens[:10], **(reads if asking == "each input" else {}))
+    walk.lanes.run()
+    walk.check()
+    walk.tokens["lane"] = tokens
+    walk.lanes.open("lane", tokens[10:], **reads)  # more of it
+    lane = walk.lanes.core.scheduler.requests["lane"]
+    while lane.num_computed_tokens < 58:  # the next step is to need a block
+        walk.lanes.step()
+    pool = walk.lanes.core.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    walk.lanes.step()
+    assert lane.num_preemptions == 1
+    pool.free_blocks(taken)
+    walk.lanes.run()
+    walk.check()
+    llm.synchronize(rows)
+    assert ("lane", 70) in there.seen
+
+
+def test_the_rows_of_fed_tokens_are_prompt_rows_and_a_lane_begins_once(walk, llm):
+    rows, there = registered_rows(llm)
     walk.open("lane", prompt(4))
     walk.open("other", prompt(3, 1))
     walk.lanes.run()

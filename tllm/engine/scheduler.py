@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,12 +146,8 @@ class _Rules(_Base):
             history = repr((prompt_len, for_later)) if for_later else ""
         if spec.conversation is not None and spec.conversation.held:
             history += repr(("held before", spec.conversation.held))
+        self._tllm_limit_reuse(request, spec, prompt)
         if not known:
-            first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
-            if first is not None:
-                # A cached block's rows would never pass the model. Blocks are still written, under
-                # the plain key: reading changes nothing in them.
-                self._tllm_reuse_limits[request.request_id] = first
             changes: dict[str, Changes] = {}
             if spec.patch:
                 changes["patch"] = patch_changes(spec.patch, request.num_prompt_tokens)
@@ -166,6 +162,21 @@ class _Rules(_Base):
             before = self._tllm_configurations.get(request.request_id, frozenset())
             self._tllm_configurations[request.request_id] = needed | before
         super().add_request(request)
+
+    def _tllm_limit_reuse(
+        self, request: Request, spec: RequestSpec, prompt: tuple[int, Sequence[int]]
+    ) -> None:
+        """A cached block's rows would never pass the model. Blocks are still written, under the
+        plain key: reading changes nothing in them."""
+        limits, session = self._tllm_reuse_limits, self.requests.get(request.request_id)
+        if session is None:
+            first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
+            if first is None and request.resumable and spec.reads:
+                first = prompt[0]  # later inputs may have the rows that are read
+            if first is not None:
+                limits[request.request_id] = first
+        elif spec.reads and request.request_id not in limits:
+            limits[request.request_id] = session.num_prompt_tokens
 
     def _tllm_continue(self, message: Request) -> None:
         """The inputs of streamed requests that a message holds."""
