@@ -155,6 +155,16 @@ def test_unlisted_model_that_computes_as_llama_has_every_point() -> None:
     assert (sites.points.num_layers, sites.hidden_size) == (LAYERS, HIDDEN)
 
 
+@pytest.mark.parametrize("module", ["llama", "plugin.llama", "transformers_modules.mine.llama"])
+def test_model_with_the_names_of_a_row_is_looked_at_all_the_same(module: str) -> None:
+    stack, block = (
+        type(name, (cls,), {"__module__": module, "forward": cls.forward})
+        for name, cls in {"LlamaModel": Stack, "LlamaDecoderLayer": ScaledBlock}.items()
+    )
+    points = resolve(CausalLM(stack(block))).points
+    assert points.points == () and "its block computes" in points.reasons["post_block"]
+
+
 @pytest.mark.parametrize(
     ("stack", "reason"),
     [
@@ -220,7 +230,7 @@ def test_final_norm_that_the_stack_does_not_call_is_not_named() -> None:
 def test_norm_on_the_next_pipeline_rank_is_not_named() -> None:
     stack = Stack()
     stack.layers[2], stack.norm = PPMissingLayer(), PPMissingLayer()
-    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    row = Family("here", f"{__name__}:Stack", f"{__name__}:Block", FAMILIES[0].layout)
     sites = resolve(CausalLM(stack), families=[row]).sites
     assert sites[HookPoint.POST_BLOCK, 0].norm is stack.layers[1].input_layernorm
     assert sites[HookPoint.POST_BLOCK, 1].norm is None
@@ -273,7 +283,7 @@ def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
     stack = Stack()
     stack.layers[2] = PPMissingLayer()
     stack.norm = PPMissingLayer()
-    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    row = Family("here", f"{__name__}:Stack", f"{__name__}:Block", FAMILIES[0].layout)
     sites = resolve(CausalLM(stack), families=[row])
     assert {layer for _, layer in sites.sites} == {None, 0, 1}
     assert (HookPoint.LM_HEAD_IN, None) not in sites.sites
@@ -284,7 +294,7 @@ def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
 
 def test_partial_sums_are_refused_under_tensor_parallelism() -> None:
     parallel = next(row for row in FAMILIES if row.name == "cohere").layout
-    row = Family("here", "test_resolver.Stack", "test_resolver.Block", parallel)
+    row = Family("here", f"{__name__}:Stack", f"{__name__}:Block", parallel)
     assert HookPoint.ATTN_OUT in resolve(CausalLM(Stack()), 1, families=[row]).points.points
     sites = resolve(CausalLM(Stack()), 2, families=[row])
     assert HookPoint.ATTN_OUT not in sites.points.points
@@ -296,8 +306,8 @@ def test_partial_sums_are_refused_under_tensor_parallelism() -> None:
 def test_row_holds_only_with_the_values_it_names() -> None:
     row = Family(
         "here",
-        "test_resolver.Stack",
-        "test_resolver.Block",
+        f"{__name__}:Stack",
+        f"{__name__}:Block",
         FAMILIES[0].layout,
         block_is={"training": False},
     )
@@ -323,11 +333,11 @@ def hybrid() -> nn.Module:
 
 FULL = FAMILIES[0].layout
 HYBRID = (
-    Family("hybrid", "test_resolver.Stack", "test_resolver.Block", FULL),
+    Family("hybrid", f"{__name__}:Stack", f"{__name__}:Block", FULL),
     Family(
         "hybrid",
-        "test_resolver.Stack",
-        "test_resolver.MixerBlock",
+        f"{__name__}:Stack",
+        f"{__name__}:MixerBlock",
         {p: "no attention here" if "attn" in p and p != "pre_attn" else FULL[p] for p in FULL},
     ),
 )
@@ -366,13 +376,13 @@ def test_pre_attn_has_a_tap_of_its_own_where_the_block_before_gives_nothing_up()
 def test_embed_is_where_the_first_block_is() -> None:
     stack = Stack()
     assert resolve(CausalLM(stack)).sites[HookPoint.EMBED, None].module is stack.layers[0]
-    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    row = Family("here", f"{__name__}:Stack", f"{__name__}:Block", FAMILIES[0].layout)
     stack.layers[0] = PPMissingLayer()
     later = resolve(CausalLM(stack), families=[row])
     assert HookPoint.EMBED in later.points.points
     assert (HookPoint.EMBED, None) not in later.sites
     refused = {**FULL, HookPoint.PRE_ATTN: "not known"}
-    row = Family("silent", "test_resolver.Stack", "test_resolver.Block", refused)
+    row = Family("silent", f"{__name__}:Stack", f"{__name__}:Block", refused)
     points = resolve(CausalLM(Stack()), families=[row]).points
     with pytest.raises(ValueError, match="no hook point embed: not known"):
         points.check(HookPoint.EMBED, None)
@@ -412,7 +422,7 @@ def test_heads_that_are_not_sure_are_refused(change: dict[str, nn.Module], reaso
 
 
 def test_heads_are_refused_where_ranks_share_them() -> None:
-    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    row = Family("here", f"{__name__}:Stack", f"{__name__}:Block", FAMILIES[0].layout)
     points = resolve(CausalLM(Stack()), 2, families=[row]).points
     with pytest.raises(ValueError, match="tensor_parallel_size=2 every rank holds a part of the"):
         points.check(HookPoint.ATTN_HEADS, 0)
@@ -513,9 +523,9 @@ def test_routers_are_found_where_they_are_known(monkeypatch: pytest.MonkeyPatch)
     stack = Stack()
     stack.layers[1].mlp = Mixture(3)
     stack.layers[2].mlp = Mixture(HIDDEN + 1)
-    row = Family("routed", "test_resolver.Stack", "test_resolver.Block", FULL)
+    row = Family("routed", f"{__name__}:Stack", f"{__name__}:Block", FULL)
     assert resolve(CausalLM(stack), families=[row]).points.layers(HookPoint.ROUTER) == ()
-    monkeypatch.setattr("tllm.models.routers.ROUTERS", {"test_resolver.Mixture": "gate"})
+    monkeypatch.setattr("tllm.models.routers.ROUTERS", {f"{__name__}:Mixture": "gate"})
     sites = resolve(CausalLM(stack), families=[row])
     assert sites.points.layers(HookPoint.ROUTER) == (1,)
     assert sites.points.experts == {1: 3} == sites.points.described()["experts"]

@@ -85,7 +85,7 @@ Layout: TypeAlias = Mapping[HookPoint, Input | Output | Written | Heads | str]
 class Family:
     """One row.
 
-    stack, block: `module.Class` of the classes that define the two `forward`s.
+    stack, block: the classes that define the two `forward`s, as `forward_owner` writes them.
     layers, norm: the stack's attributes (dotted) that hold the blocks and the final norm; `norm`
         None where no module gives, once in a forward pass, what the LM head reads.
     stack_is, block_is: attributes (dotted) and the values they must have for the row to hold; a

@@ -10,11 +10,17 @@ import torch
 
 from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 
+_PACKAGES = "vllm.model_executor.models.", "vllm.models.", "transformers.models."
+"""Of the models that the tables of this room were written from."""
+
 
 def forward_owner(module: torch.nn.Module) -> str:
-    """`module.Class` of the class whose `forward` this module runs."""
+    """The class whose `forward` this module runs: `file.Class` of a model in vLLM or
+    `transformers`, and `module:Class` of any other, which may have the names of one of these."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}"
+    if owner.__module__.startswith(_PACKAGES):
+        return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}"
+    return f"{owner.__module__}:{owner.__qualname__}"
 
 
 @dataclass(frozen=True)
