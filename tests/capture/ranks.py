@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tiny_engines import SHARE
+
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200]]
 HOOKS = {"post_block": "all", "mlp_out": [0, 3], "lm_head_in": "all"}
 ASKED: list[dict[str, Any]] = [
@@ -13,6 +15,7 @@ ASKED: list[dict[str, Any]] = [
     {"hooks": {"post_block": [3]}, "positions": "all_generated"},
 ]
 ENGINE: dict[str, Any] = {
+    **SHARE,
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "max_model_len": 128,

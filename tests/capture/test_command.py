@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine.asking import error_of, prompts_of
 from rich.console import Console
+from tiny_engines import SHARE
 
 import tllm.stores
 from tllm.cli import capture as capturing
@@ -26,6 +27,7 @@ from tllm.stores.owners import owner_of
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
+    **SHARE,
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "enforce_eager": True,

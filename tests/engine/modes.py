@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from tiny_engines import SHARE
 from vllm.v1.engine.core_client import SyncMPClient
 
 from tllm import LLM, SamplingParams
@@ -50,6 +51,7 @@ GATES = (1, 3)
 FAR = 4.0
 TOKENS = 5
 ARGUMENTS = {
+    **SHARE,
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "max_model_len": 128,

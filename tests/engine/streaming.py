@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import torch
+from tiny_engines import SHARE
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
@@ -271,6 +272,7 @@ async def main(model: str, output: str) -> None:
     with scheduling_ahead():
         engine = await AsyncLLM.create(
             model,
+            **SHARE,
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,

@@ -152,8 +152,15 @@ CASES = {
 }
 """What requests ask, who is registered, and the most calls of a step."""
 
-MORE_WITH_V2 = 6
-"""That runner asks more often how wide guides are."""
+MORE_INTERPRETED = 6
+"""The V2 runner asks more often how wide guides are."""
+MORE_ON_A_GPU = {
+    "idle": 6,
+    "every layer read": 20,
+    "one layer to memory": 20,
+    "ESamp": 36,
+}
+"""Streams are asked for, and kernels launched; in other cases 8, of the V2 runner."""
 
 
 @pytest.mark.parametrize("case", ["conditions"] if INTERPRETED else CASES)
@@ -164,7 +171,10 @@ def test_a_decode_step_calls_as_few_functions_of_ours_whatever_the_requests(llm,
     few = run(llm, [asked(n) for n in range(FEW)], LONG).steady
     many = run(llm, [asked(n) for n in range(MANY)], LONG).steady
     assert many == few
-    assert many.total() <= most + INTERPRETED * MORE_WITH_V2, many.most_common()
+    more = (
+        MORE_ON_A_GPU.get(case, 8) if torch.cuda.is_available() else INTERPRETED * MORE_INTERPRETED
+    )
+    assert many.total() <= most + more, many.most_common()
 
 
 @compiled
