@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
+from tllm.consumers.esamp.distiller import Parameters, gate
+from tllm.consumers.esamp.norm import Norm
 from tllm.ports import (
     Candidates,
     ConsumerContext,
@@ -22,6 +24,11 @@ from tllm.ports import (
 )
 
 HIDDEN, VOCAB, LAYERS = 12, 50, 4
+
+
+def forward(x: Tensor, weights: Parameters, norm: Norm) -> Tensor:
+    """What one distiller predicts of shallow rows x, `[..., rows, hidden]`, for autograd."""
+    return norm.forward(x + gate(x @ weights.project_in, weights.gate_bias) @ weights.project_out)
 
 
 class DriverContext(ConsumerContext):

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from esamp_driver import HIDDEN, Driver, make_request
+from esamp_driver import HIDDEN, Driver, forward, make_request
+from torch.nn.functional import mse_loss
 
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
-from tllm.consumers.esamp.distiller import Layout, Parameters, forward, loss
+from tllm.consumers.esamp.distiller import Layout, Parameters
 from tllm.consumers.esamp.norm import CallableNorm, Identity, RmsNorm
 
 CONFIG = {"rank": 4, "beta": 0.5, "lr": 1e-2, "slots": 2}
@@ -49,7 +50,7 @@ class ExpectedDistiller:
 
     def train(self, source, target):
         self.optimizer.zero_grad()
-        value = loss(forward(source, self.weights, self.target_norm), target)
+        value = mse_loss(forward(source, self.weights, self.target_norm), target)
         value.backward()
         self.optimizer.step()
         return value.item()

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from esamp_driver import forward
 
 from tllm.consumers.esamp import distiller
-from tllm.consumers.esamp.distiller import AdamW, Layout, Parameters
+from tllm.consumers.esamp.distiller import AdamW, Layout
 from tllm.consumers.esamp.norm import CallableNorm, Identity, RmsNorm
 
 
@@ -19,24 +20,25 @@ def make_norm(name, hidden):
     return CallableNorm(layer_norm.requires_grad_(False), torch.float64)
 
 
-@pytest.mark.parametrize("norm_name", ["identity", "rms", "layer_norm"])
 @pytest.mark.parametrize("leading", [(), (3,)])
-def test_gradients_by_hand_equal_autograd(norm_name, leading):
+def test_gradients_of_the_gate_equal_autograd(leading):
     torch.manual_seed(0)
-    hidden, rank, rows = 10, 3, 5
-    norm = make_norm(norm_name, hidden)
-    x, target = torch.randn(2, *leading, rows, hidden, dtype=torch.float64)
-    weights = Parameters(
-        torch.randn(*leading, hidden, 2 * rank, dtype=torch.float64, requires_grad=True),
-        torch.randn(*leading, rank, hidden, dtype=torch.float64, requires_grad=True),
-        torch.randn(*leading, rank, dtype=torch.float64, requires_grad=True),
-    )
-    loss = distiller.loss(distiller.forward(x, weights, norm), target).sum()
-    expected = torch.autograd.grad(loss, weights)
-    with torch.no_grad():
-        found = distiller.gradients(x, target, weights, norm)
-    for name, by_hand, automatic in zip(Parameters._fields, found, expected, strict=True):
-        torch.testing.assert_close(by_hand, automatic, msg=lambda text, n=name: f"{n}: {text}")
+    projected = torch.randn(*leading, 5, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(*leading, 3, dtype=torch.float64, requires_grad=True)
+    gated = distiller.gate(projected, bias)
+    grad = torch.randn_like(gated)
+    expected = torch.autograd.grad(gated, (projected, bias), grad)
+    torch.testing.assert_close(distiller.gate_backward(grad, projected, bias), expected)
+
+
+@pytest.mark.parametrize("norm_name", ["identity", "rms", "layer_norm"])
+def test_gradients_of_norms_equal_autograd(norm_name):
+    torch.manual_seed(0)
+    norm = make_norm(norm_name, 10)
+    z = torch.randn(3, 5, 10, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(z)
+    (expected,) = torch.autograd.grad(norm.forward(z), z, grad)
+    torch.testing.assert_close(norm.backward(z.detach(), grad), expected)
 
 
 def test_forward_is_the_papers_formula():
@@ -48,14 +50,14 @@ def test_forward_is_the_papers_formula():
     a, g = weights.project_in[:, :rank], weights.project_in[:, rank:]
     b, out = weights.gate_bias, weights.project_out
     expected = x + ((x @ a) * torch.nn.functional.silu(x @ g + b)) @ out
-    torch.testing.assert_close(distiller.forward(x, weights, Identity()), expected)
+    torch.testing.assert_close(forward(x, weights, Identity()), expected)
 
 
 def test_a_new_distiller_says_the_norm_of_its_input():
     layout = Layout(8, 4)
     norm = RmsNorm(torch.rand(8), 1e-6)
     x = torch.randn(3, 8)
-    prediction = distiller.forward(x, layout.views(layout.initial(7)), norm)
+    prediction = forward(x, layout.views(layout.initial(7)), norm)
     assert torch.equal(prediction, norm.forward(x))
     assert torch.equal(layout.initial(7), layout.initial(7))
     assert not torch.equal(layout.initial(7), layout.initial(8))

@@ -8,12 +8,11 @@ from hypothesis import HealthCheck, given, settings
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
+from http_reference import our_document  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 
-from tllm.server import document  # noqa: E402
-
 READ = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-PATHS = [*READ, *document.our_document()["paths"]]
+PATHS = [*READ, *our_document()["paths"]]
 ENDS = {"model": "demo", "max_tokens": 1, "max_output_tokens": 1}
 PLAIN = {"/v1/responses": {"input": "Once"}}
 """What vLLM reads alone, and answers some of with a 500: a refusal among the messages of an

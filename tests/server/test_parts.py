@@ -21,6 +21,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from http_reference import markdown, our_document
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
@@ -647,10 +648,10 @@ def test_a_models_name_is_divided_where_both_parts_are_known(model, base, module
 
 def test_the_reference_is_made_from_the_document():
     text = (Path(__file__).parents[2] / "doc" / "reference" / "http.md").read_text()
-    made = document.markdown(document.our_document())
-    assert text == made, "run python -m tllm.server.document > doc/reference/http.md"
+    made = markdown(our_document())
+    assert text == made, "run python -m tests.server.http_reference > doc/reference/http.md"
     assert set(document.PROPERTIES) == set(FIELDS) == {*ASKED_FIELDS, "steering_name"}
-    for path in document.our_document()["paths"].values():
+    for path in our_document()["paths"].values():
         for method, operation in path.items():
             assert "422" not in operation["responses"]
             assert ("400" in operation["responses"]) == ("requestBody" in operation), method

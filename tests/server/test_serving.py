@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from http_reference import our_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -1249,7 +1250,7 @@ def test_metrics_say_what_the_workers_did(server, client):
 
 def test_the_document_has_our_routes_and_fields(server):
     found = server.get("/openapi.json").json()
-    for path, how in document.our_document()["paths"].items():
+    for path, how in our_document()["paths"].items():
         for method, operation in how.items():
             assert found["paths"][path][method]["responses"].keys() == operation["responses"].keys()
     for name in document.REQUESTS:
@@ -1324,7 +1325,7 @@ ROUTES = [
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
-    *(path for path, how in document.our_document()["paths"].items() if "post" in how),
+    *(path for path, how in our_document()["paths"].items() if "post" in how),
 ]
 
 

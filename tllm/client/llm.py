@@ -155,19 +155,15 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             "a beam is computed by many requests; ask for it with generate() of the tokens of the "
             "beams that are kept",
         )
-        if asked.patch is not None:
-            raise RefusedError(
-                "patch was asked, but a beam is computed by many requests; use generate()"
-            )
-        if asked.steering is not None and asked.steering.endings:
-            raise RefusedError(
-                "stop_when or abort_when was asked, but a beam is computed by many requests; use "
-                "generate()"
-            )
-        if asked.conversation is not None:
-            raise RefusedError(
-                "conversation was asked, but a beam is computed by many requests; use generate()"
-            )
+        for field, given in (
+            ("patch", asked.patch),
+            ("stop_when or abort_when", asked.steering and asked.steering.endings),
+            ("conversation", asked.conversation),
+        ):
+            if given:
+                raise RefusedError(
+                    f"{field} was asked, but a beam is computed by many requests; use generate()"
+                )
         if guiding := self._run(self._tllm.uses.guiding(asked)):
             raise RefusedError(
                 f"{guiding[0]} was asked, but it guides which token is drawn, and the tokens of "

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 class VllmArguments(TypedDict, total=False):
     """The fields of `vllm.EngineArgs`, but for the model."""
 
+    # fmt: off
     enable_return_routed_experts: bool
     return_sampling_mask: bool
     model_weights: str
@@ -21,12 +22,8 @@ class VllmArguments(TypedDict, total=False):
     convert: Literal["auto", "none", "embed", "classify"]
     skip_tokenizer_init: bool
     enable_prompt_embeds: bool
-    tokenizer_mode: (
-        Literal[
-            "auto", "hf", "mistral", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3", "cohere"
-        ]
-        | str
-    )
+    tokenizer_mode: (Literal["auto", "hf", "mistral", "deepseek_v32", "deepseek_v4", "inkling",
+        "kimi_k3", "cohere"] | str)
     trust_remote_code: bool
     allowed_local_media_path: str
     allowed_media_domains: list[str] | None
@@ -37,27 +34,10 @@ class VllmArguments(TypedDict, total=False):
     load_format: str
     config_format: str
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
-    kv_cache_dtype: Literal[
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
-        "fp8_inc",
-        "fp8_ds_mla",
-        "nvfp4_ds_mla",
-        "turboquant_k8v4",
-        "turboquant_4bit_nc",
-        "turboquant_k3v4_nc",
-        "turboquant_3bit_nc",
-        "ultraquant_4bit",
-        "int4_per_token_head",
-        "int8_per_token_head",
-        "fp8_per_token_head",
-        "nvfp4",
-        "nvfp4_4over6",
-    ]
+    kv_cache_dtype: (Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
+        "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc",
+        "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit", "int4_per_token_head",
+        "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6"])
     seed: int
     max_model_len: int
     cudagraph_capture_sizes: list[int] | None
@@ -96,80 +76,21 @@ class VllmArguments(TypedDict, total=False):
     enable_expert_parallel: bool
     enable_batch_sharded_sampling: bool | None
     enable_ep_weight_filter: bool
-    moe_backend: Literal[
-        "auto",
-        "triton",
-        "batched_triton",
-        "deep_gemm",
-        "deep_gemm_mega_moe",
-        "cutlass",
-        "flashinfer_trtllm",
-        "flashinfer_cutlass",
-        "flashinfer_cutedsl",
-        "flashinfer_moe_ep_cutedsl",
-        "flashinfer_b12x",
-        "b12x",
-        "flashinfer_moe_ep_mega_deep_gemm",
-        "marlin",
-        "humming",
-        "triton_unfused",
-        "aiter",
-        "aiter_mega_moe",
-        "aiter_triton_mxfp4_bf16",
-        "flydsl",
-        "hpc",
-        "emulation",
-        "rdna3",
-    ]
-    linear_backend: Literal[
-        "auto",
-        "cutlass",
-        "flashinfer_cutlass",
-        "flashinfer_cutedsl",
-        "flashinfer_trtllm",
-        "flashinfer_cudnn",
-        "flashinfer_b12x",
-        "b12x",
-        "marlin",
-        "humming",
-        "triton",
-        "deep_gemm",
-        "torch",
-        "aiter",
-        "machete",
-        "fbgemm",
-        "conch",
-        "exllama",
-        "emulation",
-        "xpu",
-        "xpu_woq",
-    ]
-    sparse_indexer_topk_backend: Literal[
-        "auto",
-        "deep_select",
-        "cooperative",
-        "persistent",
-        "per_row",
-        "flashinfer",
-        "torch",
-        "aiter",
-    ]
-    all2all_backend: Literal[
-        "naive",
-        "pplx",
-        "deepep_high_throughput",
-        "deepep_low_latency",
-        "deepep_v2",
-        "mori_high_throughput",
-        "mori_low_latency",
-        "moonep",
-        "nixl_ep",
-        "allgather_reducescatter",
-        "flashinfer_all2allv",
-        "flashinfer_nvlink_two_sided",
-        "flashinfer_nvlink_one_sided",
-        "passthrough",
-    ]
+    moe_backend: (Literal["auto", "triton", "batched_triton", "deep_gemm", "deep_gemm_mega_moe",
+        "cutlass", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl",
+        "flashinfer_moe_ep_cutedsl", "flashinfer_b12x", "b12x", "flashinfer_moe_ep_mega_deep_gemm",
+        "marlin", "humming", "triton_unfused", "aiter", "aiter_mega_moe", "aiter_triton_mxfp4_bf16",
+        "flydsl", "hpc", "emulation", "rdna3"])
+    linear_backend: (Literal["auto", "cutlass", "flashinfer_cutlass", "flashinfer_cutedsl",
+        "flashinfer_trtllm", "flashinfer_cudnn", "flashinfer_b12x", "b12x", "marlin", "humming",
+        "triton", "deep_gemm", "torch", "aiter", "machete", "fbgemm", "conch", "exllama",
+        "emulation", "xpu", "xpu_woq"])
+    sparse_indexer_topk_backend: (Literal["auto", "deep_select", "cooperative", "persistent",
+        "per_row", "flashinfer", "torch", "aiter"])
+    all2all_backend: (Literal["naive", "pplx", "deepep_high_throughput", "deepep_low_latency",
+        "deepep_v2", "mori_high_throughput", "mori_low_latency", "moonep", "nixl_ep",
+        "allgather_reducescatter", "flashinfer_all2allv", "flashinfer_nvlink_two_sided",
+        "flashinfer_nvlink_one_sided", "passthrough"])
     enable_elastic_ep: bool
     elastic_ep_max_dp_size: int
     enable_dbo: bool

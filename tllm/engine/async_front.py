@@ -17,24 +17,16 @@ from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
 
+_FORGOTTEN = "a request that could not be sent is forgotten"
 uses(
     "vllm.v1.engine.output_processor.RequestOutputCollector",
     "get get_nowait close request_id",
     "results are put on the last output of a request",
 )
-uses(
-    "vllm.v1.engine.output_processor.OutputProcessor",
-    "request_states",
-    "a request that could not be sent is forgotten",
-)
+uses("vllm.v1.engine.output_processor.OutputProcessor", "request_states", _FORGOTTEN)
 uses("vllm.outputs", "STREAM_FINISHED", "the last output of a streamed prompt")
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
-uses(
-    "vllm.v1.engine.async_llm.AsyncLLM",
-    "abort",
-    "a request that could not be sent is forgotten",
-    takes="request_id internal",
-)
+uses("vllm.v1.engine.async_llm.AsyncLLM", "abort", _FORGOTTEN, takes="request_id internal")
 
 
 class AsyncRequests(Protocol):
@@ -44,29 +36,23 @@ class AsyncRequests(Protocol):
         self, params: Any, request_id: str, *, streamed: bool, generated: int | None
     ) -> Any:
         """Make a request ready; its `params` are vLLM's parameters, its own."""
-        ...
 
     def inputs(
         self, stream: AsyncGenerator[Any, None], params: Any, request_id: str, request: Any
     ) -> AsyncGenerator[Any, None]:
         """The inputs of a streamed prompt, each ready for the engine."""
-        ...
 
     def note(self, request: Any, output: Any) -> bool:
         """An output of a request, before the caller has it. Whether `finish` has to be awaited."""
-        ...
 
     async def finish(self, request: Any, output: Any) -> None:
         """Put results on the last output of a request."""
-        ...
 
     def drop(self, request: Any) -> None:
         """A request has ended, or the caller gave it up. May come twice."""
-        ...
 
     def refuse(self, request: Any) -> None:
         """A request did not begin."""
-        ...
 
 
 GENERATED: ContextVar[int | None] = ContextVar("tllm_generated", default=None)

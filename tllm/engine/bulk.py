@@ -39,6 +39,7 @@ _ENDED, _FAILED = "tllm_bulk_ended", "tllm_bulk_failed"
 """Ids of outputs whose `new_token_ids` are tickets."""
 
 
+_COMPUTED = "whose tokens a step has computed, before its outputs are gone through"
 uses(
     "vllm.v1.engine.async_llm.AsyncLLM",
     "engine_core output_processor output_handler errored dead_error _run_output_handler",
@@ -72,14 +73,10 @@ uses(
 uses(
     "vllm.v1.request.Request",
     "status client_index num_stale_output_tokens",
-    "whose tokens a step has computed, before its outputs are gone through",
+    _COMPUTED,
     since="0.32",
 )
-uses(
-    "vllm.v1.outputs.ModelRunnerOutput",
-    "req_ids sampled_token_ids",
-    "whose tokens a step has computed, before its outputs are gone through",
-)
+uses("vllm.v1.outputs.ModelRunnerOutput", "req_ids sampled_token_ids", _COMPUTED)
 uses("vllm.v1.engine.EngineCoreOutputs", "outputs", "ends of many requests are one output")
 uses("vllm.SamplingParams", "extra_args", "what a request asks of tLLM travels in it")
 

@@ -30,6 +30,7 @@ _METHOD = "tllm"
 _LOOK_EVERY_S = 1.0
 _GOES_DOWN_S = 5.0
 
+_OUTLIVED = "a call of the workers ends when the engine's process does, if workers outlive it"
 uses(
     "vllm.v1.engine.core_client.SyncMPClient",
     "utility_results ensure_alive",
@@ -41,16 +42,8 @@ uses(
     "a call of the workers is sent without waiting for its answer",
     takes="request_type request",
 )
-uses(
-    "vllm.v1.engine.core_client",
-    "BackgroundResources",
-    "a call of the workers ends when the engine's process does, if workers outlive it",
-)
-uses(
-    "vllm.v1.engine.utils",
-    "CoreEngineProcManager",
-    "a call of the workers ends when the engine's process does, if workers outlive it",
-)
+uses("vllm.v1.engine.core_client", "BackgroundResources", _OUTLIVED)
+uses("vllm.v1.engine.utils", "CoreEngineProcManager", _OUTLIVED)
 uses("vllm.v1.engine.core_client.DPAsyncMPClient", "core_engines", "calls reach every replica")
 uses(
     "vllm.v1.engine.core_client.AsyncMPClient",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tllm.engine.drafts import accepted_of, has_ended
+from tllm.engine.drafts import FromEnd, accepted_of, has_ended
 from tllm.engine.seams import uses
 from tllm.runtime.columns import IntArray
 from tllm.runtime.steps import IN_FLIGHT, Decide, Steps
@@ -383,7 +383,7 @@ class DeviceDrafts:
             states = self._runner.req_states
             row = states.all_token_ids.gpu[states.req_id_to_index[step.request_ids[i]]]
             tokens = row[asked.prompt_len : length].cpu().tolist()
-        last = _Last(tokens, length - asked.prompt_len)
+        last = FromEnd(tokens, length - asked.prompt_len)
         return _Drawn(asked.sampling_params, asked.prompt_len, last)
 
     # -- counting ----------------------------------------------------------------------------------
@@ -417,19 +417,4 @@ class _Drawn(NamedTuple):
 
     sampling_params: Any
     num_prompt_tokens: int
-    output_token_ids: _Last
-
-
-class _Last:
-    """The last tokens of a list whose length is known, looked at from its end."""
-
-    def __init__(self, tokens: Sequence[int], length: int) -> None:
-        self._tokens = tokens
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> int:
-        assert index < 0
-        return self._tokens[index]
+    output_token_ids: FromEnd

@@ -14,12 +14,9 @@ from tllm.engine.seams import uses
 from tllm.models.sites import ModelSites
 from tllm.runtime.columns import IntArray
 
-uses(
-    "vllm.v1.core.sched.utils",
-    "check_stop",
-    "whether a sequence ends among the tokens that were accepted at once",
-    takes="request max_model_len",
-)
+_ENDS = "whether a sequence ends among the tokens that were accepted at once"
+_OF_ITS_OWN = "a drafter that runs tapped modules is refused"
+uses("vllm.v1.core.sched.utils", "check_stop", _ENDS, takes="request max_model_len")
 uses(
     "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled_spec_decode_tokens",
@@ -30,20 +27,12 @@ uses(
     "req_id_to_index sampled_token_ids",
     "which drafted tokens are accepted",
 )
-uses(
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-    "get_draft_model",
-    "a drafter that runs tapped modules is refused",
-)
-uses(
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "get_draft_model",
-    "a drafter that runs tapped modules is refused",
-)
+uses("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "get_draft_model", _OF_ITS_OWN)
+uses("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "get_draft_model", _OF_ITS_OWN)
 uses(
     "vllm.v1.worker.gpu_input_batch.CachedRequestState",
     "sampling_params output_token_ids num_prompt_tokens",
-    "whether a sequence ends among the tokens that were accepted at once",
+    _ENDS,
 )
 
 
@@ -168,21 +157,29 @@ class _SoFar:
     def __init__(self, request: Any, hidden: int) -> None:
         self.sampling_params = request.sampling_params
         self.max_tokens = request.sampling_params.max_tokens
-        self.output_token_ids = _Shortened(request.output_token_ids, hidden)
+        drawn = request.output_token_ids
+        self.output_token_ids = FromEnd(drawn, len(drawn), hidden)
         self.num_output_tokens = len(self.output_token_ids)
         self.num_tokens = request.num_prompt_tokens + self.num_output_tokens
 
 
-class _Shortened:
-    """A list without its last elements, not copied, looked at from its end."""
+class FromEnd:
+    """A list that is looked at from its end, and not copied.
 
-    def __init__(self, whole: Sequence[int], hidden: int) -> None:
-        self._whole = whole
+    Args:
+        tokens: its last elements, or all.
+        length: of the list.
+        hidden: how many of its last elements are left out.
+    """
+
+    def __init__(self, tokens: FromEnd | Sequence[int], length: int, hidden: int = 0) -> None:
+        self._tokens = tokens
+        self._length = length - hidden
         self._hidden = hidden
 
     def __len__(self) -> int:
-        return len(self._whole) - self._hidden
+        return self._length
 
     def __getitem__(self, index: int) -> int:
         assert index < 0
-        return self._whole[index - self._hidden]
+        return self._tokens[index - self._hidden]

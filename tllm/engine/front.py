@@ -42,31 +42,24 @@ class SyncRequests(Protocol):
 
     def expect(self, params: Sequence[Any]) -> None:
         """Requests with these parameters are about to be added."""
-        ...
 
     def admit(self, params: Any, request_id: str) -> Any:
         """Make a request ready; its `params` are vLLM's parameters, its own."""
-        ...
 
     def note(self, request: Any, output: Any) -> None:
         """An output of a request, before the caller has it."""
-        ...
 
     def finish(self, outputs: list[Any]) -> None:
         """Put results on the last outputs of requests, each with its request as `tllm_request`."""
-        ...
 
     def drop(self, requests: list[Any]) -> None:
         """Requests were aborted: nobody will come for their results."""
-        ...
 
     def refuse(self, request: Any) -> None:
         """A request did not begin."""
-        ...
 
     def step(self) -> None:
         """The engine begins a step."""
-        ...
 
 
 class _Running(NamedTuple):

@@ -22,6 +22,8 @@ from tllm.engine.seams import uses
 _NOTE = "tllm_note"
 """Key of `VllmConfig.additional_config`: the file for the worker's reason."""
 
+_LANGUAGE = "an engine that has no language model is refused"
+_DRAFTING = "speculative decoding where drafts can be told from tokens"
 uses("vllm.envs", "VLLM_USE_RUST_FRONTEND", "it is refused")
 uses(
     "vllm.config.VllmConfig",
@@ -29,41 +31,13 @@ uses(
     "use_v2_model_runner",
     "configurations under which rows could be misread are refused",
 )
-uses(
-    "vllm.config.VllmConfig",
-    "ec_transfer_config model_config",
-    "an engine that has no language model is refused",
-)
-uses(
-    "vllm.config.ModelConfig",
-    "multimodal_config",
-    "an engine that has no language model is refused",
-)
-uses(
-    "vllm.config.MultiModalConfig",
-    "mm_encoder_only",
-    "an engine that has no language model is refused",
-)
-uses(
-    "vllm.config.ECTransferConfig",
-    "is_ec_producer is_ec_consumer",
-    "an engine that has no language model is refused",
-)
-uses(
-    "vllm.config.VllmConfig",
-    "scheduler_config",
-    "speculative decoding where drafts can be told from tokens",
-)
-uses(
-    "vllm.config.SpeculativeConfig",
-    "method enable_adaptive_verification",
-    "speculative decoding where drafts can be told from tokens",
-)
-uses(
-    "vllm.config.SchedulerConfig",
-    "async_scheduling",
-    "speculative decoding where drafts can be told from tokens",
-)
+uses("vllm.config.VllmConfig", "ec_transfer_config model_config", _LANGUAGE)
+uses("vllm.config.ModelConfig", "multimodal_config", _LANGUAGE)
+uses("vllm.config.MultiModalConfig", "mm_encoder_only", _LANGUAGE)
+uses("vllm.config.ECTransferConfig", "is_ec_producer is_ec_consumer", _LANGUAGE)
+uses("vllm.config.VllmConfig", "scheduler_config", _DRAFTING)
+uses("vllm.config.SpeculativeConfig", "method enable_adaptive_verification", _DRAFTING)
+uses("vllm.config.SchedulerConfig", "async_scheduling", _DRAFTING)
 uses(
     "vllm.config.ParallelConfig",
     "tensor_parallel_size pipeline_parallel_size use_ubatching use_sequence_parallel_moe use_ray "

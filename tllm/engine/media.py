@@ -8,21 +8,14 @@ from typing import Any
 from tllm.engine.seams import uses
 from tllm.spec.media import PromptMedia
 
-uses(
-    "vllm.multimodal.inputs.PlaceholderRange",
-    "extract_embeds_range",
-    "positions of the tokens that stand for an image",
-)
+_IMAGE = "positions of the tokens that stand for an image"
+uses("vllm.multimodal.inputs.PlaceholderRange", "extract_embeds_range", _IMAGE)
 uses(
     "vllm.config.ModelConfig",
     "is_mm_prefix_lm",
     "a token of an image may see those after it, which its block's key then holds",
 )
-uses(
-    "vllm.v1.engine.EngineCoreRequest",
-    "mm_features",
-    "positions of the tokens that stand for an image",
-)
+uses("vllm.v1.engine.EngineCoreRequest", "mm_features", _IMAGE)
 
 
 def media_of_request(request: Any) -> PromptMedia:

@@ -30,6 +30,8 @@ from tllm.runtime.sampling import LmHead
 from tllm.runtime.taps import AddedNorm
 from tllm.spec.hooks import HookPoint
 
+_PROJECTED = "candidates are projected on the LM head"
+_COMPARED = "the model's own logits are compared with the LM head's, without any adapter"
 uses(
     "vllm.model_executor.layers.layernorm.RMSNorm",
     "weight has_weight variance_epsilon variance_size_override",
@@ -40,30 +42,22 @@ uses(
     "weight variance_epsilon",
     "consumers may apply the final norm",
 )
-uses(
-    "vllm.model_executor.layers.logits_processor.LogitsProcessor",
-    "scale soft_cap",
-    "candidates are projected on the LM head",
-)
+uses("vllm.model_executor.layers.logits_processor.LogitsProcessor", "scale soft_cap", _PROJECTED)
 uses(
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding",
     "shard_indices",
-    "candidates are projected on the LM head",
+    _PROJECTED,
 )
 uses(
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices",
     "org_vocab_start_index org_vocab_end_index",
-    "candidates are projected on the LM head",
+    _PROJECTED,
 )
-uses(
-    "vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA",
-    "punica_wrapper",
-    "the model's own logits are compared with the LM head's, without any adapter",
-)
+uses("vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA", "punica_wrapper", _COMPARED)
 uses(
     "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase",
     "add_lora_logits",
-    "the model's own logits are compared with the LM head's, without any adapter",
+    _COMPARED,
     takes="y x lora_a_stacked lora_b_stacked scale",
 )
 uses("vllm.config.ParallelConfig", "data_parallel_index tensor_parallel_size", "which worker it is")

@@ -12,15 +12,12 @@ from tllm.engine.message_types import check_request
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import uses
 
-uses(
-    "vllm.v1.engine.input_processor.InputProcessor",
-    "process_inputs",
-    "positions are found and checked once a prompt is processed",
-)
+_PROCESSED = "positions are found and checked once a prompt is processed"
+uses("vllm.v1.engine.input_processor.InputProcessor", "process_inputs", _PROCESSED)
 uses(
     "vllm.v1.engine.input_processor.InputProcessor",
     "process_inputs_async",
-    "positions are found and checked once a prompt is processed",
+    _PROCESSED,
     since="0.32",
 )
 

@@ -19,21 +19,10 @@ from tllm.engine.seams import uses
 
 logger = logging.getLogger(__name__)
 
-uses(
-    "vllm.v1.engine.core_client.MPClient",
-    "resources",
-    "which processes an async engine has, to wait for their end",
-)
-uses(
-    "vllm.v1.engine.core_client.BackgroundResources",
-    "engine_manager",
-    "which processes an async engine has, to wait for their end",
-)
-uses(
-    "vllm.v1.engine.utils.CoreEngineProcManager",
-    "processes",
-    "which processes an async engine has, to wait for their end",
-)
+_PROCESSES = "which processes an async engine has, to wait for their end"
+uses("vllm.v1.engine.core_client.MPClient", "resources", _PROCESSES)
+uses("vllm.v1.engine.core_client.BackgroundResources", "engine_manager", _PROCESSES)
+uses("vllm.v1.engine.utils.CoreEngineProcManager", "processes", _PROCESSES)
 
 
 def processes_of(engine: AsyncLLM) -> list[psutil.Process]:

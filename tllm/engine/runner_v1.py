@@ -23,6 +23,8 @@ from tllm.spec.turns import StepTurns
 
 _GREEDY = 1e-5
 
+_PENALTIES = "penalties of candidates"
+_LEFT = "candidates that are left to draw from"
 uses(
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     "input_batch requests discard_request_mask input_ids sampler device get_model max_model_len "
@@ -45,22 +47,14 @@ uses(
     "req_id_to_index token_ids_cpu num_prompt_tokens num_tokens_no_spec",
     "tokens that the user chose, in the place of drawn ones",
 )
-uses(
-    "vllm.v1.sample.metadata.SamplingMetadata",
-    "no_penalties logitsprocs",
-    "penalties of candidates",
-)
-uses("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS", "penalties of candidates")
-uses(
-    "vllm.v1.sample.logits_processor.state.LogitsProcessors",
-    "non_argmax_invariant",
-    "penalties of candidates",
-)
-uses("vllm.v1.sample.sampler.Sampler", "topk_topp_sampler", "candidates that are left to draw from")
+uses("vllm.v1.sample.metadata.SamplingMetadata", "no_penalties logitsprocs", _PENALTIES)
+uses("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS", _PENALTIES)
+uses("vllm.v1.sample.logits_processor.state.LogitsProcessors", "non_argmax_invariant", _PENALTIES)
+uses("vllm.v1.sample.sampler.Sampler", "topk_topp_sampler", _LEFT)
 uses(
     "vllm.v1.sample.sampler.Sampler",
     "apply_logits_processors",
-    "penalties of candidates",
+    _PENALTIES,
     takes="logits sampling_metadata predict_bonus_token",
 )
 uses(
@@ -74,12 +68,7 @@ uses(
     "what `forward` may be",
     takes="logits generators k p",
 )
-uses(
-    "vllm.v1.sample.ops.topk_topp_sampler",
-    "apply_top_k_top_p",
-    "candidates that are left to draw from",
-    takes="logits k p",
-)
+uses("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", _LEFT, takes="logits k p")
 uses("vllm.v1.outputs.SamplerOutput", "sampled_token_ids", "the tokens that were drawn")
 uses(
     "vllm.v1.sample.rejection_sampler",

@@ -22,26 +22,19 @@ from tllm.spec.turns import StepTurns
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_CHOSEN = "tokens that the user chose, in the place of drawn ones"
+_LEFT = "candidates that are left to draw from"
+_PENALTIES = "penalties of candidates"
+_COMPARED = "consumers see the logits that drafts are compared with"
+_ALL_APPLIED = "whether temperature and min-p are all that a sampler applies"
 uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "model_state sampler get_model batch_sharder",
     "what a step computes, and its sampler",
 )
-uses(
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "req_states device",
-    "tokens that the user chose, in the place of drawn ones",
-)
-uses(
-    "vllm.v1.worker.gpu.states.RequestState",
-    "req_id_to_index last_sampled_tokens",
-    "tokens that the user chose, in the place of drawn ones",
-)
-uses(
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "rejection_sampler",
-    "consumers see the logits that drafts are compared with",
-)
+uses("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "req_states device", _CHOSEN)
+uses("vllm.v1.worker.gpu.states.RequestState", "req_id_to_index last_sampled_tokens", _CHOSEN)
+uses("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "rejection_sampler", _COMPARED)
 uses(
     "vllm.v1.worker.gpu.sample.output.SamplerOutput",
     "sampled_token_ids num_sampled num_rejected",
@@ -52,43 +45,26 @@ uses(
     "num_reqs req_ids num_computed_tokens_np num_scheduled_tokens prefill_len_np input_ids",
     "which tokens of which sequences a step computes",
 )
-uses(
-    "vllm.v1.worker.gpu.sample.sampler.Sampler",
-    "sampling_states penalties_state",
-    "candidates that are left to draw from",
-)
-uses(
-    "vllm.v1.worker.gpu.sample.states.SamplingStates",
-    "temperature min_p",
-    "candidates that are left to draw from",
-)
-uses("vllm.v1.worker.gpu.sample.penalties.PenaltiesState", "use_penalty", "penalties of candidates")
+uses("vllm.v1.worker.gpu.sample.sampler.Sampler", "sampling_states penalties_state", _LEFT)
+uses("vllm.v1.worker.gpu.sample.states.SamplingStates", "temperature min_p", _LEFT)
+uses("vllm.v1.worker.gpu.sample.penalties.PenaltiesState", "use_penalty", _PENALTIES)
 uses("vllm.v1.worker.gpu.sample.logit_bias.LogitBiasState", "use_logit_bias", "bias of candidates")
 
 
 uses(
     "vllm.v1.worker.gpu.sample.sampler.Sampler",
     "logits_processors thinking_budget_state",
-    "whether temperature and min-p are all that a sampler applies",
+    _ALL_APPLIED,
     since="0.31",
 )
-uses(
-    "vllm.v1.worker.gpu.sample.bad_words.BadWordsState",
-    "num_bad_words",
-    "whether temperature and min-p are all that a sampler applies",
-)
+uses("vllm.v1.worker.gpu.sample.bad_words.BadWordsState", "num_bad_words", _ALL_APPLIED)
 uses(
     "vllm.v1.worker.gpu.sample.logits_processor.interface",
     "LogitsContext",
-    "penalties of candidates",
+    _PENALTIES,
     since="0.31",
 )
-uses(
-    "vllm.v1.worker.gpu.sample.sampler.Sampler",
-    "logit_bias_state",
-    "penalties of candidates",
-    until="0.31",
-)
+uses("vllm.v1.worker.gpu.sample.sampler.Sampler", "logit_bias_state", _PENALTIES, until="0.31")
 
 try:  # since 0.31 the sampler's stages are processors, and take one context object
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
@@ -227,8 +203,7 @@ class V2Attachment(RunnerAttachment):
         return output
 
     @overrides(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__",
-        "consumers see the logits that drafts are compared with",
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__", _COMPARED
     )
     def _on_compare_drafts(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.session.steps.before_sampling(logits)

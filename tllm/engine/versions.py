@@ -72,14 +72,10 @@ def probe() -> Installed:
     return found
 
 
+_ON_RAY = "which executor vLLM chooses on Ray"
 uses("vllm.v1.executor.abstract.Executor", "get_class", "which executor runs the workers")
-uses("vllm.v1.executor.ray_utils", "ray_is_available", "which executor vLLM chooses on Ray")
-uses(
-    "vllm.envs",
-    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
-    "which executor vLLM chooses on Ray",
-    until="0.33",
-)
+uses("vllm.v1.executor.ray_utils", "ray_is_available", _ON_RAY)
+uses("vllm.envs", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", _ON_RAY, until="0.33")
 
 
 def runs_workers_on_ray() -> bool:

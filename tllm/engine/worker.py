@@ -53,6 +53,7 @@ logger = init_logger(__name__)
 _DIGEST_KEY = "tllm_digest"
 _MAX_PROGRAMS = 1024
 
+_OLD_WEIGHTS = "what was made of the old weights goes with them"
 uses(
     "vllm.v1.worker.gpu_worker.Worker",
     "vllm_config device model_runner use_v2_model_runner",
@@ -387,10 +388,7 @@ class InterventionWorker(_Base):
                 self._adapters.of_head(new.lora_request),
             )
 
-    @overrides(
-        "vllm.v1.worker.gpu_worker.Worker.reload_weights",
-        "what was made of the old weights goes with them",
-    )
+    @overrides("vllm.v1.worker.gpu_worker.Worker.reload_weights", _OLD_WEIGHTS)
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self.session.synchronize()
         super().reload_weights(*args, **kwargs)
@@ -405,11 +403,7 @@ class InterventionWorker(_Base):
         self.session.synchronize()
         super().start_weight_update()
 
-    @overrides(
-        "vllm.v1.worker.gpu_worker.Worker.finish_weight_update",
-        "what was made of the old weights goes with them",
-        since="0.32",
-    )
+    @overrides("vllm.v1.worker.gpu_worker.Worker.finish_weight_update", _OLD_WEIGHTS, since="0.32")
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._note_weights()

@@ -1,18 +1,13 @@
-"""The server's OpenAPI document: our fields in vLLM's requests, and our routes in words.
-
-`python -m tllm.server.document > doc/reference/http.md` writes the reference.
-"""
+"""The server's OpenAPI document: our fields in vLLM's requests, and our routes in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 
-from tllm.request_fields import FIELDS
-from tllm.server.routes import TAG, router
-from tllm.version import __version__
+from tllm.server.routes import TAG
 
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 """Requests of vLLM's that take our fields."""
@@ -99,7 +94,7 @@ def add_fields(app: FastAPI) -> None:
     of_app = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = _without_422(of_app())
+        document = without_422(of_app())
         schemas = document.get("components", {}).get("schemas", {})
         for name in REQUESTS:
             if name in schemas:
@@ -109,69 +104,10 @@ def add_fields(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+def without_422(document: dict[str, Any]) -> dict[str, Any]:
     """A document without FastAPI's answer to what is wrong in a body: our routes have another."""
     for path in document["paths"].values():
         for operation in path.values():
             if TAG in operation.get("tags", ()):
                 operation["responses"].pop("422", None)
     return document
-
-
-def markdown(document: Mapping[str, Any]) -> str:
-    """The reference of a document's routes, and of our fields."""
-    lines = [
-        "# HTTP",
-        "",
-        "Made from the server's OpenAPI document (`python -m tllm.server.document`); the server "
-        "itself has all of it, vLLM's routes too, at `/openapi.json`. How to use it: "
-        "[Serving](../guides/serving.md).",
-        "",
-        "## Fields of requests",
-        "",
-        "In bodies of `/v1/completions`, `/v1/chat/completions` and `/v1/responses`:",
-        "",
-        "| Field | |",
-        "|---|---|",
-        *(f"| `{name}` | {_cell(PROPERTIES[name]['description'])} |" for name in FIELDS),
-        "",
-        "## Routes",
-    ]
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            lines += _route(path, method, operation, document)
-    return "\n".join(lines) + "\n"
-
-
-def _route(
-    path: str, method: str, operation: Mapping[str, Any], document: Mapping[str, Any]
-) -> Iterator[str]:
-    yield from ("", f"### `{method.upper()} {path}`", "", operation["description"])
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    reference = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
-    if reference:
-        schema = document["components"]["schemas"][reference]
-        required = schema.get("required", ())
-        yield from ("", "| Field of the body | |", "|---|---|")
-        for name, each in schema["properties"].items():
-            about = _cell(each.get("description", ""))
-            given = "required" if name in required else f"default `{each.get('default')}`"
-            yield f"| `{name}` | {' '.join(filter(None, (about, f'({given})')))} |"
-    yield from ("", "| Status | |", "|---|---|")
-    for status, answer in operation["responses"].items():
-        yield f"| {status} | {_cell(answer['description'])} |"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def our_document() -> dict[str, Any]:
-    """The document of our routes alone."""
-    app = FastAPI(title="tLLM", version=__version__)
-    app.include_router(router)
-    return _without_422(app.openapi())
-
-
-if __name__ == "__main__":
-    print(markdown(our_document()), end="")

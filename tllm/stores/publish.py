@@ -6,7 +6,6 @@ with the sidecars that make them count.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +16,6 @@ from tllm.stores.files import publish_files
 from tllm.stores.format import PAYLOAD_SUFFIX, Layout, WriterPaths
 from tllm.stores.recording import QueuedRows, Recording
 from tllm.stores.volume import Buffer, StackPiece, Volume
-
-logger = logging.getLogger(__name__)
 
 _SHARD_HEADER_BYTES = 128 << 10
 """Kept free at the start of a shard: several hundred tensors."""

@@ -25,15 +25,12 @@ class Answers(Protocol):
 
     def places(self) -> list[tuple[str, Layer]]:
         """The hook points there are, each with every layer that has it."""
-        ...
 
     def doubts(self) -> str:
         """Why the places may be wrong, or nothing."""
-        ...
 
     def run(self, token_ids: list[int], steers: Steers | None = None) -> tuple[States, Tensor]:
         """What arrives at every hook point, and the logits."""
-        ...
 
 
 class Comparison:

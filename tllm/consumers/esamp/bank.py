@@ -114,7 +114,7 @@ class DistillerBank:
         self._launches = Launches(ops, adamw, predicted_norm, trained_norm)
         self._initial = layout.initial(seed).to(device)
         master = self._initial.repeat(slots, 1)
-        self._weights = Weights(
+        self.weights = Weights(
             master,
             mean=torch.zeros_like(master),
             square=torch.zeros_like(master),
@@ -134,15 +134,11 @@ class DistillerBank:
 
     @property
     def slots(self) -> int:
-        return len(self._weights.master)
-
-    @property
-    def weights(self) -> Weights:
-        return self._weights
+        return len(self.weights.master)
 
     @property
     def ledger(self) -> Tensor:
-        return self._weights.ledger
+        return self.weights.ledger
 
     @property
     def recorded(self) -> tuple[int, int]:
@@ -151,7 +147,7 @@ class DistillerBank:
 
     def reset(self, slots: Sequence[int]) -> None:
         """Make distillers new: weights, moments, steps and ledger."""
-        own = self._weights
+        own = self.weights
         for first, stop in _runs(slots):
             own.master[first:stop] = self._initial
             own.shadow[first:stop] = self._initial.to(own.shadow.dtype)
@@ -163,7 +159,7 @@ class DistillerBank:
 
         `torch.OutOfMemoryError` leaves the bank as it was. No work on the bank may be under way.
         """
-        own, added = self._weights, slots - self.slots
+        own, added = self.weights, slots - self.slots
         master = torch.cat((own.master, self._initial.expand(added, -1)))
         mean, square, corrections, ledger = (
             torch.cat((tensor, tensor.new_zeros(added, tensor.shape[1])))
@@ -173,7 +169,7 @@ class DistillerBank:
         # Recordings go before what they point to.
         self._predicting.forget()
         self._training.forget()
-        self._weights = Weights(master, mean, square, shadow, corrections, ledger)
+        self.weights = Weights(master, mean, square, shadow, corrections, ledger)
 
     def predict(self, rows: Tensor, blocks: DeviceBlocks, out: Tensor) -> None:
         """Write a prediction for every row that has a distiller; the others are left alone.
@@ -186,7 +182,7 @@ class DistillerBank:
         if not blocks.shapes:
             return
         if blocks is not self._predicting.loaded:  # of a steady batch they are the same
-            self._predicting.load(blocks, self._weights)
+            self._predicting.load(blocks, self.weights)
         passes = self._predicting.current
         self._predicting.replays.run(
             (passes, rows.data_ptr(), rows.stride(0), rows.dtype, out.data_ptr()),
@@ -205,7 +201,7 @@ class DistillerBank:
         if not blocks.shapes:
             return
         if blocks is not self._training.loaded:
-            self._training.load(blocks, self._weights)
+            self._training.load(blocks, self.weights)
         passes = self._training.current
         at = source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0)
         self._training.replays.run(

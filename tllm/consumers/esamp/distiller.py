@@ -1,4 +1,4 @@
-"""One distiller, as mathematics: parameters, forward pass, gradients and AdamW.
+"""One distiller, as mathematics: parameters, gate, gradients and AdamW.
 
 `y = Norm(x + ((x A) * silu(x G + b)) B)` learns to predict a deep row from a shallow one
 ("Large Language Models Explore by Latent Distilling", arXiv 2604.24927). Every function takes
@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-
-from tllm.consumers.esamp.norm import Norm
 
 #: Distillers start on a multiple of this many elements, so that matrix loads are aligned.
 _ALIGNMENT = 64
@@ -84,28 +82,6 @@ def gate_backward(grad: Tensor, projected: Tensor, gate_bias: Tensor) -> tuple[T
     grad_value = grad * gate_input * sigmoid
     grad_gate = grad * value * sigmoid * (1 + gate_input * (1 - sigmoid))
     return torch.cat((grad_value, grad_gate), dim=-1), grad_gate.sum(-2)
-
-
-def forward(x: Tensor, weights: Parameters, norm: Norm) -> Tensor:
-    """Predictions `[..., rows, hidden]` for shallow rows x of the same shape."""
-    return norm.forward(x + gate(x @ weights.project_in, weights.gate_bias) @ weights.project_out)
-
-
-def loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over rows and elements: `[...]`."""
-    return (prediction - target).square().mean(dim=(-2, -1))
-
-
-def gradients(x: Tensor, target: Tensor, weights: Parameters, norm: Norm) -> Parameters:
-    """Gradients of `loss(forward(x))` with respect to the weights, by hand."""
-    projected = x @ weights.project_in
-    hidden = gate(projected, weights.gate_bias)
-    z = x + hidden @ weights.project_out
-    grad_y = 2 * (norm.forward(z) - target) / (x.shape[-1] * x.shape[-2])
-    grad_z = norm.backward(z, grad_y)
-    grad_hidden = grad_z @ weights.project_out.mT
-    grad_projected, grad_bias = gate_backward(grad_hidden, projected, weights.gate_bias)
-    return Parameters(x.mT @ grad_projected, hidden.mT @ grad_z, grad_bias)
 
 
 @dataclass(frozen=True)
