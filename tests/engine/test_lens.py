@@ -208,9 +208,12 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     torch.save({"J": {0: torch.eye(64)}, "d_model": 64}, wide)
     short = tmp_path / "short.pt"
     torch.save({"J": {0: torch.eye(HIDDEN)}}, short)
+    broken = tmp_path / "broken.pt"
+    torch.save({"J": {0: torch.eye(HIDDEN), 1: torch.full((HIDDEN, HIDDEN), torch.nan)}}, broken)
     for lens, message in (
         (LensConsumer(path=wide), "is for hidden size 64, and the model's is 128"),
         (LensConsumer([0, 1], path=short), "has no layer 1; it has 0"),
+        (LensConsumer(path=broken), "layer 1 of the lens in path=.* NaN or infinite in float32"),
         (LensConsumer([9]), "layers: post_block has no layer 9; post_block needs"),
         (LensConsumer(top_k=1000), "top_k=1000 must be from 1 to 256"),
     ):

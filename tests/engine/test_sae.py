@@ -121,6 +121,52 @@ def test_encoders_compute_the_published_formulas(name, tmp_path):
         torch.testing.assert_close(some.encode(rows), wanted[:, [7, 3]], rtol=1e-5, atol=1e-4)
 
 
+def test_float16_weights_take_rows_whose_norm_float16_does_not_hold(tmp_path):
+    rows = 1e4 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
+    for name in ("layer norm", "rescaled"):
+        weights = weights_of(architecture_of(CONFIGS[name]))
+        halves = {each: tensor.half() for each, tensor in weights.items()}
+        found = SparseAutoencoder.load(saved(tmp_path / name, CONFIGS[name], halves)).encode(rows)
+        wanted = published(CONFIGS[name], rows)
+        torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_that_is_not_finite_has_no_features_that_are_told(name, tmp_path):
+    folder = saved(tmp_path / "sae", CONFIGS[name])
+    rows = torch.ones(2, HIDDEN)
+    rows[1, 5] = torch.nan
+    for given in ({"top_k": 3}, {"features": [7, 3]}):
+        consumer = SaeConsumer(folder, **given)
+        consumer._autoencoder, consumer._centered = SparseAutoencoder.load(folder), False
+        consumer._columns = torch.tensor([7, 3])
+        plain, broken = consumer._read_part(rows)["values"]
+        assert plain.isfinite().all() and broken.isnan().any()
+    found = SaeConsumer(folder, top_k=3)
+    found._autoencoder, found._centered = consumer._autoencoder, False
+    assert (found._read_part(rows)["features"][1] != NO_FEATURE).all()
+
+
+def test_only_a_threshold_may_be_infinite(tmp_path):
+    """By it a feature is never active."""
+    config, rows = CONFIGS["jumprelu"], 9 * torch.ones(1, HIDDEN)
+    never = weights_of("jumprelu")
+    never["threshold"][3] = torch.inf
+    found = SparseAutoencoder.load(saved(tmp_path / "never", config, never)).encode(rows)
+    assert found.isfinite().all() and found[0, 3] == 0
+    for name, number in (("threshold", -torch.inf), ("threshold", torch.nan), ("W_enc", torch.inf)):
+        weights = weights_of("jumprelu")
+        weights[name].view(-1)[0] = number
+        folder = saved(tmp_path / f"{name}{number}", config, weights)
+        with pytest.raises(ValueError, match=f"{name} has numbers that are NaN or infinite"):
+            SparseAutoencoder.load(folder)
+    config = CONFIGS["topk, scaled"]
+    weights = weights_of("topk")
+    weights["W_dec"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="W_dec has numbers that are NaN or infinite"):
+        SparseAutoencoder.load(saved(tmp_path / "scaled", config, weights))
+
+
 def assert_active(payload, wanted, positions, top_k):
     """The most active features of `wanted` `[tokens, features]`, at these positions."""
     wanted = wanted[list(positions)]

@@ -172,7 +172,14 @@ class LensConsumer(ReadoutConsumer):
                 f"the lens in path={str(self._path)!r} is for hidden size {file.hidden_size}, and "
                 f"the model's is {ctx.model.hidden_size}; give one that was fitted on this model"
             )
-        return {layer: file.layers[layer].to(ctx.device) for layer in layers}
+        found = {layer: file.layers[layer].to(ctx.device) for layer in layers}
+        for layer, translator in found.items():
+            if not translator.is_finite:
+                raise ValueError(
+                    f"layer {layer} of the lens in path={str(self._path)!r} has numbers that are "
+                    "NaN or infinite in float32; give a file that was saved whole"
+                )
+        return found
 
     def read_out(self, rows: torch.Tensor, places: tuple[Place, ...]) -> Mapping[str, torch.Tensor]:
         """The best tokens of each layer, and their log-probabilities."""

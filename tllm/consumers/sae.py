@@ -34,7 +34,8 @@ class SaeConsumer(ReadoutConsumer):
 
     - of the most active ones: `features` and `values`, each a `PerToken` with values
       `[rows, top_k]`, the most active first and `NO_FEATURE` with 0 where no more are active; and
-      `active`, a `PerToken` with the number of active features.
+      `active`, a `PerToken` with the number of active features. A feature whose activation is NaN,
+      as of a row that is not finite, counts as active.
     - of chosen ones: `features`, the list, and `values`, a `PerToken` with `[rows, features]`.
 
     Args:
@@ -166,11 +167,11 @@ class SaeConsumer(ReadoutConsumer):
             chosen = activations if self._columns is None else activations[:, self._columns]
             return {"values": chosen}
         values, features = activations.topk(self._top_k)
-        active = values > 0
+        active = ~(values <= 0)  # NaN too: it is not known to be none
         return {
             "features": torch.where(active, features, NO_FEATURE).to(torch.int32),
             "values": torch.where(active, values, 0.0),
-            "active": (activations > 0).sum(-1, dtype=torch.int32),
+            "active": (~(activations <= 0)).sum(-1, dtype=torch.int32),
         }
 
     def nothing(self, options: Mapping[str, Any]) -> Arrays:

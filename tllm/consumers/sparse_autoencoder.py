@@ -185,11 +185,9 @@ class SparseAutoencoder:
                     f"path={str(folder)!r}: {name} has shape {list(tensor.shape)}, and cfg.json "
                     f"says d_in={config.d_in}, d_sae={config.d_sae}"
                 )
-            if tensor.isnan().any():
-                raise ValueError(
-                    f"path={str(folder)!r}: {name} has numbers that are NaN, so that no feature "
-                    "would be known; give a file that was saved whole"
-                )
+            if name == "threshold":  # infinite for a feature that is never active
+                tensor = tensor.where(tensor != torch.inf, 0.0)
+            _check_finite(tensor, name, folder)
         scale = None
         if config.scaled_by_decoder:
             if "W_dec" not in found:
@@ -198,6 +196,7 @@ class SparseAutoencoder:
                     "missing"
                 )
             scale = found["W_dec"].norm(dim=-1)
+            _check_finite(scale, "W_dec", folder)
         return cls(config, weights, scale)
 
     def to(self, device: torch.device) -> SparseAutoencoder:
@@ -263,24 +262,27 @@ class SparseAutoencoder:
         - topk: `relu` of the k largest, and 0 elsewhere.
         - gated: `relu(x (W_enc exp(r_mag)) + b_mag)` where `x W_enc + b_gate > 0`.
 
-        x is the row, normalised if the config says so, without `b_dec` if it says so.
+        x is the row, normalised if the config says so, without `b_dec` if it says so. Of a row
+        whose numbers are not finite, or beyond that dtype, some activations are NaN or infinite.
         """
         weights, config = self.weights, self.config
-        x = self._normalised(rows.to(weights["W_enc"].dtype))
+        dtype = weights["W_enc"].dtype
+        x = self._normalised(rows.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         if config.subtract_b_dec:
             x = x - weights["b_dec"]
         if config.architecture == "gated":
             dots = x @ weights["W_enc"]
             magnitude = (dots * weights["r_mag"].exp() + weights["b_mag"]).relu()
-            return torch.where(dots + weights["b_gate"] > 0, magnitude, 0.0)
+            return torch.where(dots + weights["b_gate"] <= 0, 0.0, magnitude)  # NaN stays
         before = x @ weights["W_enc"] + weights["b_enc"]
         if self.scale is not None:
             before = before * self.scale
         if config.architecture == "jumprelu":
-            return torch.where(before > weights["threshold"], before.relu(), 0.0)
+            return torch.where(before <= weights["threshold"], 0.0, before.relu())
         if config.k is not None:
             best, features = before.topk(min(config.k, config.d_sae), dim=-1)
-            return torch.zeros_like(before).scatter_(-1, features, best.relu())
+            none = before * 0  # NaN where it is not finite
+            return none.scatter_(-1, features, best.relu())
         return before.relu()
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,6 +292,15 @@ class SparseAutoencoder:
         if self.config.normalization == "constant_norm_rescale":
             return x * (self.config.d_in**0.5 / x.norm(dim=-1, keepdim=True))
         return x
+
+
+def _check_finite(tensor: torch.Tensor, name: str, folder: Path) -> None:
+    """Refuse numbers with which no feature would be known."""
+    if not tensor.isfinite().all():
+        raise ValueError(
+            f"path={str(folder)!r}: {name} has numbers that are NaN or infinite, so that no "
+            "feature would be known; give a file that was saved whole"
+        )
 
 
 def _read(lazy: Any, name: str, config: AutoencoderConfig, feature: int | None) -> torch.Tensor:

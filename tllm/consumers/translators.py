@@ -39,6 +39,12 @@ class Translator:
         bias = None if self.bias is None else self.bias.to(device)
         return Translator(self.weight.to(device), bias, self.residual)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all its numbers are finite in float32."""
+        given = [each for each in (self.weight, self.bias) if each is not None]
+        return all(bool(each.float().isfinite().all()) for each in given)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `[rows, hidden]` float32 as final states, before the model's norm."""
         found = rows @ self.weight.float().mT
