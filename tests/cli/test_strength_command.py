@@ -5,12 +5,15 @@ What it does in an engine is shown in `tests/steering/test_extract.py`, beside t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tllm.steering import SteeringModule
+from tllm.cli import strength_sweep as strengthening
+from tllm.steering import SteeringModule, StrengthSweep
+from tllm.steering.strength_sweep import StrengthPoint
 
 
 @pytest.fixture
@@ -102,3 +105,22 @@ def test_an_empty_prompt_is_refused_before_an_engine_starts(invoke, asked, tmp_p
         status, _, error = invoke("strength-sweep", demo, *options)
         assert status == 2
         assert f"{name} is empty; give a text that has tokens" in error
+
+
+def test_a_sweep_without_a_best_strength_is_written_and_shown(
+    invoke, asked, tmp_path, monkeypatch
+):
+    """What the weakest strength wrote fills the context."""
+    points = [StrengthPoint(0.0, 0.1, np.nan, np.nan, np.nan), StrengthPoint(1.0, 0.9, *[2.0] * 3)]
+    monkeypatch.setattr(strengthening, "run", lambda *_: StrengthSweep(tuple(points)))
+    demo = str(Path(__file__).parents[2] / "demo" / "model")
+    for name in ("rows.json", "rows.csv"):
+        given = asked | {"--out": str(tmp_path / name), "--plot": str(tmp_path / "rows.svg")}
+        options = [part for option in given.items() for part in option]
+        status, out, _ = invoke("strength-sweep", demo, *options)
+        assert status == 0
+        assert "best: not known: strength 0.0 has no perplexity to compare with" in out
+    told = json.loads((tmp_path / "rows.json").read_text())
+    assert told["best"] is None and [row["effect"] for row in told["rows"]] == [0.1, 0.9]
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 3
+    assert (tmp_path / "rows.svg").exists()

@@ -464,11 +464,11 @@ def strength_sweep_command(
             engine=values.engine_arguments(engine_arg),
         )
         swept = strengthening.run(job, console)
-        strengthening.render(swept, job, console)
         if out is not None:
             strengthening.write(swept, job, out)
         if plot is not None:
             swept.plot(plot)
+        strengthening.render(swept, job, console)
     except Exception as error:  # of whatever kind, also an engine's
         _refuse(error)
 

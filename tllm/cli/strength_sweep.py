@@ -8,6 +8,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,18 +191,20 @@ def render(swept: StrengthSweep, job: StrengthJob, console: Console) -> None:
         costs = [row.perplexity, *([row.text_perplexity] if with_texts else [])]
         table.add_row(*values, *(f"{cost:.4g}" for cost in costs))
     console.print(table)
-    best = swept.best(job.max_perplexity_ratio)
-    console.print(
-        f"best: strength {best.strength:g}, of those whose perplexity is at most "
-        f"{job.max_perplexity_ratio:g} times that of the weakest",
-        highlight=False,
-        soft_wrap=True,
-    )
+    try:
+        best = swept.best(job.max_perplexity_ratio)
+        said = (
+            f"strength {best.strength:g}, of those whose perplexity is at most "
+            f"{job.max_perplexity_ratio:g} times that of the weakest"
+        )
+    except ValueError as error:
+        said = f"not known: {error}"
+    console.print(f"best: {said}", highlight=False, soft_wrap=True)
 
 
 def write(swept: StrengthSweep, job: StrengthJob, path: Path) -> None:
     """Write the rows as CSV, or with what was asked as JSON. A number that is none, or infinite,
-    is left empty there, and null here."""
+    is left empty there, and null here; so is a best one that is not known."""
     rows = [_numbers_of(row) for row in swept.rows]
     if path.suffix.lower() == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -220,7 +223,9 @@ def write(swept: StrengthSweep, job: StrengthJob, path: Path) -> None:
         "temperature": job.temperature,
         "seed": job.seed,
     }
-    best = swept.best(job.max_perplexity_ratio).strength
+    best = None
+    with suppress(ValueError):  # there is none
+        best = swept.best(job.max_perplexity_ratio).strength
     told = {**asked, "rows": rows, "best": best}
     path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
