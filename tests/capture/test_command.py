@@ -203,11 +203,12 @@ def test_a_job_that_another_one_overtook_is_refused_by_what_its_user_gave(
 
 
 def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):
-    prompts = prompts_of([9, 200, 200, 5])
+    """Neither does a first batch of which nothing is left."""
+    prompts = prompts_of([200, 9, 200, 5])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
     status, text = here(arguments(lines, "--hooks", "post_block:1", "--batch", "1"))
     assert (status, "captured 2 prompts" in text) == (1, True), text
-    assert "failed 2 prompts 1 x p1 was refused: " in text
+    assert "failed 2 prompts 1 x p0 was refused: " in text
     assert len(tllm.stores.open(tmp_path / "store")) == 2
 
 

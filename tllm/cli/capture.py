@@ -189,12 +189,12 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
                     refused.append(f"{name} was refused: {error}")
             outputs = llm.wait_for_completion(use_tqdm=False)
             accepted += len(outputs)
-            if not accepted:  # what is wrong is wrong with all of them
-                raise ValueError(refused[0])
             # The disk works on the batch before while the engine is at this one.
             _count(llm, written, summary)
             written = outputs
             progress.update(task, advance=len(batch), description=_rate(summary, begin))
+        if not accepted:  # what is wrong is wrong with all of them
+            raise ValueError(refused[0])
         _count(llm, written, summary)
         summary.failures.update(refused)
         progress.update(task, description=_rate(summary, begin))
