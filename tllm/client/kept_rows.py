@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -129,28 +130,34 @@ class RowKeeping:
 
     def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
         """How many runs of so many tokens the workers can keep now."""
-        answers = yield self._registered.ask(WorkerCall("free_patch_bytes"))
-        return int(sum(answers)) // (tokens * len(places) * self._registered.facts.row_bytes)
+        wanted = {place: count * tokens for place, count in Counter(places).items()}
+        answers = yield self._registered.ask(WorkerCall("patch_room", (wanted,)))
+        row_bytes = self._registered.facts.row_bytes
+        return min(free // (rows * row_bytes) for rows, free in answers if rows)
 
     def _check_room(
         self, prompts: Sequence[Sequence[int]], places: Sequence[Sequence[Place]], on_host: bool
     ) -> Work[None]:
-        """Refuse what there is no room for, before it is computed."""
-        answers = yield self._registered.ask(WorkerCall("free_patch_bytes", (on_host,)))
+        """Refuse what there is no room for in some worker, before it is computed: tensor-parallel
+        ranks keep the same rows, pipeline stages those of their own layers."""
+        wanted = Counter[Place]()
+        for prompt, at in zip(prompts, places, strict=True):
+            for place in at:
+                wanted[place] += len(prompt)
+        answers = yield self._registered.ask(WorkerCall("patch_room", (wanted, on_host)))
         facts = self._registered.facts
         option = "max_patch_host_mib" if on_host else "max_patch_mib"
         most = facts.max_patch_host_mib if on_host else facts.max_patch_mib
-        lengths = [(len(one), len(at)) for one, at in zip(prompts, places, strict=True) if at]
-        needed = sum(tokens * count for tokens, count in lengths) * facts.row_bytes
-        if needed > sum(answers):
-            raise ValueError(
-                f"the rows of {sum(tokens for tokens, _ in lengths)} tokens at "
-                f"{max(count for _, count in lengths)} places take "
-                f"{needed / 2**20:.1f} MiB, and of {option}={most} there are "
-                f"{min(answers) / 2**20:.1f} MiB left; drop what is not needed with "
-                "llm.patching.drop(name), keep fewer hooks or layers, or start the engine with a "
-                f"larger {option}"
-            )
+        for rows, free in answers:
+            if rows * facts.row_bytes > free:
+                tokens = sum(len(one) for one, at in zip(prompts, places, strict=True) if at)
+                raise ValueError(
+                    f"the rows of {tokens} tokens at {max(map(len, places))} places take "
+                    f"{rows * facts.row_bytes / 2**20:.1f} MiB in a worker, and of "
+                    f"{option}={most} there are {free / 2**20:.1f} MiB left; drop what is not "
+                    "needed with llm.patching.drop(name), keep fewer hooks or layers, or start "
+                    f"the engine with a larger {option}"
+                )
 
     def register(self, kept: KeptRows) -> Steps[None]:
         """Let every front end know of rows that the workers keep."""

@@ -154,9 +154,18 @@ class WorkerCalls:
                 dropped += 1
         return dropped
 
-    def free_patch_bytes(self, on_host: bool = False) -> int:
-        """How much more may be kept for patches, on the device or on the host."""
-        return self._session.patching.free_bytes(on_host=on_host)
+    def patch_room(
+        self, wanted: Mapping[tuple[str, int | None], int], on_host: bool = False
+    ) -> tuple[int, int]:
+        """How many rows this worker would keep for patches, and the bytes that it has for them, on
+        the device or on the host.
+
+        Args:
+            wanted: how many rows at each place; those of other pipeline stages are kept there.
+        """
+        patching = self._session.patching
+        rows = sum(count for place, count in wanted.items() if patching.has(*place))
+        return rows, patching.free_bytes(on_host=on_host)
 
     def vectors_on_device(self) -> int:
         """How many steering vectors are kept here, for all front ends."""
