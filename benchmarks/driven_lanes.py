@@ -120,7 +120,8 @@ class DrivenLanes:
 
     def step(self) -> list[Any]:
         """One step; what vLLM puts out."""
-        outputs, _ = self.core.step_fn()
+        outputs, computed = self.core.step_fn()
+        self.core.post_step(computed)
         return [each for of in (outputs or {}).values() for each in of.outputs]
 
     def run(self, most: int = 1000) -> list[Any]:

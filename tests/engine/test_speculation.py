@@ -14,6 +14,7 @@ from capture.truth import Truth
 from vllm.v1.core.sched.interface import PauseState
 
 import tllm.stores
+from benchmarks.driven_lanes import DrivenLanes
 from engine.adder import Adder
 from engine.asking import (
     RELATIVE,
@@ -1051,3 +1052,34 @@ def test_sequences_go_on_behind_a_step_without_tokens(drafting, reference, draft
     assert_greedy(outputs.values(), reference)
     assert_rows_match(recorder, list(outputs.values()), reference, {"mid": AT})
     drafts.assert_some_came_true()
+
+
+def test_a_turn_that_ends_among_accepted_tokens_goes_on_behind_them(
+    drafting, drafting_model, reference
+):
+    """vLLM has computed tokens that it drops where a turn ends, and counts them."""
+    lanes, scheduler = DrivenLanes(drafting), drafting.llm_engine.engine_core.engine_core.scheduler
+    allowed = FEW[:4]
+    pick = random.Random(3)
+    sessions = {f"session-{i}": pick.choices(allowed, k=20) for i in range(4)}
+    counted = 0
+    for turn in range(3 if INTERPRETED else 6):
+        asked = greedy(3 + turn, allowed_token_ids=allowed)
+        for name, tokens in sessions.items():
+            said = pick.choices(allowed, k=1 + turn % 2) if turn else tokens
+            lanes.add(lanes.request(name, said, asked, resumable=True))
+            sessions[name] = [*tokens, *said] if turn else tokens
+        drawn = {name: [] for name in sessions}
+        for output in lanes.run():
+            drawn[output.request_id] += output.new_token_ids
+        for name, tokens in sessions.items():
+            logits, _ = reference.run([*tokens, *drawn[name]][:-1])
+            likeliest = logits[len(tokens) - 1 :, allowed].argmax(-1)
+            assert [allowed[i] for i in likeliest] == drawn[name]
+            sessions[name] = [*tokens, *drawn[name][:-1]]
+            counted += scheduler.requests[name].num_computed_tokens > len(sessions[name])
+    assert counted or drafting_model.ahead
+    lanes.abort(*sessions)
+    while scheduler.has_requests():
+        lanes.step()
+    lanes.close()

@@ -204,10 +204,13 @@ class _Rules(_Base):
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # vLLM 0.30 forgets this: a block's key would hold the token that was drawn last, which is
         # dropped now, and the block another token's keys and values.
-        computed = session.num_computed_tokens
+        kept = session.num_tokens - 1
+        # Where a turn ends among drafts that were accepted, vLLM counts those behind its end, too,
+        # and would keep the last token.
+        computed = min(session.num_computed_tokens, kept)
         # And all tokens that are not computed are dropped: those of a session that was preempted
         # while its last token was computed, where steps are scheduled ahead, are its own.
-        session.num_computed_tokens = kept = max(computed, session.num_tokens - 1)
+        session.num_computed_tokens = kept
         del session.block_hashes[kept // self.hash_block_size :]
         super()._update_request_as_session(session, update)
         session.num_computed_tokens = computed
