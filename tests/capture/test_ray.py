@@ -127,7 +127,8 @@ def test_the_older_ray_executor_is_refused_with_what_to_set():
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
-        model_config=SimpleNamespace(multimodal_config=None),
+        model_config=SimpleNamespace(multimodal_config=None, is_diffusion=False),
+        diffusion_config=None,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
     )

@@ -10,7 +10,7 @@ import pytest
 from tiny_engines import TINY_ENGINE
 from torch import nn
 from vllm import envs
-from vllm.config import ECTransferConfig, ParallelConfig
+from vllm.config import DiffusionConfig, ECTransferConfig, ParallelConfig
 
 from tllm import LLM, AsyncLLM
 from tllm.client import llm
@@ -29,7 +29,8 @@ def _config(**parallel: Any) -> Any:
         scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=None,
         ec_transfer_config=None,
-        model_config=SimpleNamespace(multimodal_config=None),
+        model_config=SimpleNamespace(multimodal_config=None, is_diffusion=False),
+        diffusion_config=None,
         parallel_config=ParallelConfig(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         additional_config={},
@@ -80,6 +81,14 @@ def _moves_images(role: str) -> Any:
 
 def _encodes(config: Any) -> None:
     config.model_config.multimodal_config = SimpleNamespace(mm_encoder_only=True)
+
+
+def _diffuses(config: Any) -> None:
+    config.model_config.is_diffusion = True
+
+
+def _decodes_by_diffusion(config: Any) -> None:
+    config.diffusion_config = DiffusionConfig(canvas_length=8)
 
 
 @pytest.mark.parametrize("role", ["ec_both", "ec_consumer"])
@@ -140,6 +149,8 @@ def _split_experts(config: Any) -> None:
         (_loads_blocks, "KV connectors", "leave out kv_transfer_config and kv_offloading_size"),
         (_moves_images("ec_producer"), "an engine that encodes", "set ec_role='ec_both'"),
         (_encodes, "an engine that encodes", "leave out mm_encoder_only"),
+        (_diffuses, "a diffusion language model", "start it with vLLM's own classes"),
+        (_decodes_by_diffusion, "a diffusion language model", "leave out diffusion_config"),
         (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
         (_split_experts, "experts on several", "leave out enable_expert_parallel"),
         (_launched, "several ranks of one replica", "set distributed_executor_backend='mp'"),
@@ -193,6 +204,7 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
         {"kv_offloading_size": 1.0},
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}},
         {"mm_encoder_only": True},
+        {"diffusion_config": {"canvas_length": 8}},
         {"enable_dbo": True},
         {"ubatch_size": 2},
         {"decode_context_parallel_size": 2},

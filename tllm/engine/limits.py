@@ -23,6 +23,7 @@ _NOTE = "tllm_note"
 """Key of `VllmConfig.additional_config`: the file for the worker's reason."""
 
 _LANGUAGE = "an engine that has no language model is refused"
+_DIFFUSION = "a model that computes its tokens anew until they stay is refused"
 _DRAFTING = "speculative decoding where drafts can be told from tokens"
 uses("vllm.envs", "VLLM_USE_RUST_FRONTEND", "it is refused")
 uses(
@@ -35,6 +36,8 @@ uses("vllm.config.VllmConfig", "ec_transfer_config model_config", _LANGUAGE)
 uses("vllm.config.ModelConfig", "multimodal_config", _LANGUAGE)
 uses("vllm.config.MultiModalConfig", "mm_encoder_only", _LANGUAGE)
 uses("vllm.config.ECTransferConfig", "is_ec_producer is_ec_consumer", _LANGUAGE)
+uses("vllm.config.VllmConfig", "diffusion_config model_config", _DIFFUSION)
+uses("vllm.config.ModelConfig", "is_diffusion", _DIFFUSION)
 uses("vllm.config.VllmConfig", "scheduler_config", _DRAFTING)
 uses("vllm.config.SpeculativeConfig", "method enable_adaptive_verification", _DRAFTING)
 uses("vllm.config.SchedulerConfig", "async_scheduling", _DRAFTING)
@@ -176,6 +179,13 @@ LIMITS = (
         "classes",
         _encodes_alone,
         _asks_to_encode_alone,
+    ),
+    Limit(
+        "a diffusion language model (it computes a block of tokens again and again until they "
+        "stay, so that a token has no one row): leave out diffusion_config, and start it with "
+        "vLLM's own classes",
+        lambda config: config.diffusion_config is not None or config.model_config.is_diffusion,
+        _other_than(diffusion_config=(None,)),
     ),
     Limit(
         "sequence parallelism (it gives each rank a part of the rows): set "
