@@ -107,9 +107,7 @@ def test_an_empty_prompt_is_refused_before_an_engine_starts(invoke, asked, tmp_p
         assert f"{name} is empty; give a text that has tokens" in error
 
 
-def test_a_sweep_without_a_best_strength_is_written_and_shown(
-    invoke, asked, tmp_path, monkeypatch
-):
+def test_a_sweep_without_a_best_strength_is_written_and_shown(invoke, asked, tmp_path, monkeypatch):
     """What the weakest strength wrote fills the context."""
     points = [StrengthPoint(0.0, 0.1, np.nan, np.nan, np.nan), StrengthPoint(1.0, 0.9, *[2.0] * 3)]
     monkeypatch.setattr(strengthening, "run", lambda *_: StrengthSweep(tuple(points)))
