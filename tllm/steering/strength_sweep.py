@@ -134,8 +134,8 @@ def sweep(
     # A prompt leaves room for one token: what filled the context is read but for its last.
     longest = llm.llm_engine.model_config.max_model_len - 1
     writing, reading = f"{_MODULE} writing", f"{_MODULE} reading"
-    llm.steering.register_module(writing, {field: vectors})
     try:
+        llm.steering.register_module(writing, {field: vectors})
         llm.steering.register_module(reading, {"vectors": vectors})
         rows = []
         for strength in factors:
@@ -164,10 +164,26 @@ def sweep(
             if progress is not None:
                 progress(len(rows), len(factors))
     finally:
-        for name in (writing, reading):
-            if name in llm.steering.modules():
-                llm.steering.unregister_module(name)
+        _unregister(llm, (writing, reading))
     return StrengthSweep(tuple(rows))
+
+
+def _unregister(llm: LLM, modules: Sequence[str]) -> None:
+    """Forget those of these modules that are registered; an interrupt is raised when all are."""
+    interrupt: KeyboardInterrupt | None = None
+    for name in modules:
+        try:
+            _unregister_one(llm, name)
+        except KeyboardInterrupt as error:
+            interrupt = error
+            _unregister_one(llm, name)  # it may have come before the workers heard of it
+    if interrupt is not None:
+        raise interrupt
+
+
+def _unregister_one(llm: LLM, name: str) -> None:
+    if name in llm.steering.modules():
+        llm.steering.unregister_module(name)
 
 
 def _judged(effect: Effect, text: str) -> float:
