@@ -126,8 +126,13 @@ def test_a_probe_of_another_models_size_is_refused_when_it_is_registered(llm: An
 def test_bad_arguments_are_refused_with_the_field_and_what_is_allowed(tmp_path: Path) -> None:
     ones = np.ones(HIDDEN)
     save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "empty.safetensors").touch()
+    whole = (tmp_path / "other.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-1])
     for arguments, message in (
         ({}, "either weight="),
+        ({"path": tmp_path / "empty.safetensors"}, "empty.safetensors' is damaged, or no file of"),
+        ({"path": tmp_path / "cut.safetensors"}, "cut.safetensors' is damaged, or no file of"),
         ({"weight": ones, "path": "p.safetensors"}, "either weight="),
         ({"path": "p.safetensors", "bias": 1.0}, "put 'bias' into the file"),
         ({"path": tmp_path / "none.safetensors"}, "is not a .safetensors file"),

@@ -246,6 +246,50 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
             LensConsumer(**arguments)
 
 
+EYE = torch.eye(4)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        ({0: EYE, -1: EYE}, "layer -1 is negative; layers count from 0"),
+        ({0: EYE, 1: torch.eye(3)}, r"rows of different widths: 4 \(layer 0\), 3 \(layer 1\)"),
+        ({0: [1.0]}, r"layer 0 has \[1.0\] as its weight; a tensor \[hidden, hidden\] of floating"),
+        (
+            {0: EYE[0, 0]},
+            r"layer 0 has a weight of shape \[\] and torch.float32; \[hidden, hidden\]",
+        ),
+        (
+            {0: EYE.int()},
+            r"of shape \[4, 4\] and torch.int32; \[hidden, hidden\] of floating-point",
+        ),
+    ],
+)
+def test_a_file_whose_layers_are_no_maps_of_rows_is_refused_by_name(tmp_path, matrices, message):
+    torch.save({"J": matrices}, tmp_path / "fit.pt")
+    with pytest.raises(ValueError, match=f"path=.*fit.pt'.*{message}"):
+        LensConsumer(path=tmp_path / "fit.pt")
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "message"),
+    [
+        ({"0.weight": 3.0}, b"{}", "layer 0 has 3.0 as its weight; a tensor"),
+        ({"0.weight": EYE, "0.bias": [1]}, b"{}", r"layer 0 has \[1\] as its bias; a tensor"),
+        ({"0.weight": EYE, "0.bias": EYE[0, :2]}, b"{}", r"has a bias of shape \[2\]"),
+        ({"0.weight": EYE, 0: EYE}, b"{}", "has parameters 0; those of a linear tuned lens are"),
+        ({"0.weight": EYE}, b"{", "config.json is damaged"),
+        ({"0.weight": EYE}, b"\xff\xfe", "config.json is damaged"),
+        ({"0.weight": EYE}, b"[]", "config.json is a list; it must be a JSON object"),
+    ],
+)
+def test_a_damaged_folder_of_a_tuned_lens_is_refused_by_name(tmp_path, state, config, message):
+    torch.save(state, tmp_path / "params.pt")
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(ValueError, match=f"path=.*{message}"):
+        LensConsumer(path=tmp_path)
+
+
 class Faulty(LensConsumer):
     """A lens that fails when a sequence's result is made."""
 

@@ -302,13 +302,21 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
                 r"have the dtypes \{'W_enc': 'float16'.*save all of them in one of float32",
             ),
             (plain, whole, r"have the dtypes \{'W_enc': 'int32'"),
-            ([plain], None, "cfg.json is no object of JSON"),
+            ([plain], None, "cfg.json is a list; it must be a JSON object"),
+            (plain | {"metadata": "x"}, None, "metadata='x'; an object of JSON was expected"),
+            (plain | {"metadata": {"hook_name": 5}}, None, "hook_name=5; a text was expected"),
+            (plain | {"activation_fn_kwargs": [1]}, None, r"activation_fn_kwargs=\[1\]; an object"),
+            (plain | {"model_from_pretrained_kwargs": "x"}, None, "from_pretrained_kwargs='x'; an"),
+            (plain | {"d_sae": 0}, None, "d_sae=0; a whole number was expected, 1 or more"),
             (plain, other, r"b_enc has shape \[3\], and cfg.json says d_in=128, d_sae=40"),
         )
     ):
         folder = saved(tmp_path / str(number), config, weights or weights_of("standard"))
         with pytest.raises(ValueError, match=message):
             SparseAutoencoder.load(folder)
+    (folder / "cfg.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match=r"path=.*: cfg\.json is damaged"):
+        SaeConsumer(folder)
     with pytest.raises(ValueError, match=r"is no folder of SAELens; give one with cfg\.json"):
         SaeConsumer(tmp_path)
 
@@ -419,6 +427,9 @@ def test_a_layer_or_a_hook_point_alone_says_where_features_are_steered(tmp_path)
         ("standard", {"value": {9999: 1.0}}, "it has no feature 9999, only 0 to"),
         ("standard", {"value": [1.0]}, "given are value; give one of value, factor, or minimum"),
         ("standard", {"value": {1: 1.0}, "factor": {1: 2.0}}, "given are value, factor; give one"),
+        ("standard", {"value": {3: 6.0, "4": 1.0}}, "the feature '4' is not a whole number"),
+        ("standard", {"value": {3: None}}, "the number of feature 3=None is not a number"),
+        ("standard", {"value": {3: 1.0}, "hook": "middle"}, "hook: unknown hook point 'middle'"),
     ],
 )
 def test_features_that_cannot_be_steered_are_refused(tmp_path, name, given, says):

@@ -476,6 +476,7 @@ def test_a_file_cannot_run_code(tmp_path: Path, kind: str):
         ({"vector": torch.zeros(4), "layer": 1, "hook": "mlp_out", "site": "mlp_out"}, "keep one"),
         ({"vector": torch.zeros(4), "layer": 1, "scale": float("nan")}, "must be finite"),
         ({"vector": torch.zeros(4), "layer": 1, "scale": "big"}, "must be a number"),
+        ({"vector": torch.zeros(4), "layer": 1, "scale": 10**400}, "must be finite"),
         ({"vector": "file.txt"}, "must be an array"),
         ({1: {"vector": torch.zeros(4), "sclae": 2.0}}, "'sclae'"),
         ({1: {"scale": 2.0}}, "'vector' and 'scale'"),

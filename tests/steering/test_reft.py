@@ -79,6 +79,12 @@ class Code:
             "nunit_3#0.bin are both number 0 at mlp_out of layer 2",
         ),
         ({"content": {"weight": torch.zeros(2, 3)}}, "holds ['weight']; LoReFT's hold ['bias'"),
+        ({"content": state() | {"bias": torch.zeros(RANK).to_sparse()}}, "bias is not an array of"),
+        (
+            {"content": state() | {"bias": torch.zeros(RANK, dtype=torch.complex64)}},
+            "bias is not an array of numbers: complex64 is no kind of real number",
+        ),
+        ({"content": state() | {"bias": torch.full((RANK,), torch.nan)}}, "bias has values that"),
         ({"content": {**state(), "bias": torch.zeros(1)}}, "has shapes weight [3, 12], bias [1]"),
         ({"content": {**state(), "bias": [0.0] * RANK}}, "has bias as a list; each is a tensor"),
         ({"content": Code()}, "cannot be read as tensors alone, and anything else could run code"),
@@ -96,6 +102,13 @@ def test_load_says_what_reads_such_a_folder(tmp_path):
     saved(tmp_path / "reft")
     with pytest.raises(ValueError, match=r"reft: .* read it with tllm.steering.load_reft"):
         load(tmp_path / "reft")
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    [name] = saved(tmp_path / "reft", list(NAMES)[:1])
+    (tmp_path / "reft" / name).write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
+        load_reft(tmp_path / "reft")
 
 
 def test_arrays_are_floats_of_32_bits(tmp_path):
@@ -126,6 +139,7 @@ def test_each_of_several_interventions_at_one_place_has_its_own_positions(tmp_pa
         (None, "at post_block of layer 2 it has 2 interventions, each trained at tokens of its"),
         ([0, 1, -1], "give positions={0: ..., 1: ...}"),
         ({0: [0]}, "positions has the numbers [0], and its files have [0, 1]"),
+        ({0: [0], "phase": "prompt"}, "positions has the numbers [0, 'phase'], and its files"),
         ({0: [0], 1: [1], 2: [2]}, "positions has the numbers [0, 1, 2], and its files have"),
     ],
 )

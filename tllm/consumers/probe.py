@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tllm.consumers.base import Consumer
@@ -133,7 +134,13 @@ class ProbeConsumer(Consumer):
 def _load(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
     if path.suffix != ".safetensors" or not path.is_file():
         raise ValueError(f"path={str(path)!r} is not a .safetensors file")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"path={str(path)!r} is damaged, or no file of safetensors: {error}; give one that was "
+            "saved whole"
+        ) from None
     if "weight" not in tensors or not set(tensors) <= {"weight", "bias"}:
         raise ValueError(
             f"path={str(path)!r} holds {', '.join(sorted(tensors)) or 'nothing'}; it must hold "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tllm.ports import Place
 from tllm.spec.hooks import TRANSFORMER_LENS, HookPoint
 from tllm.spec.probes import FeatureProbe
-from tllm.spec.reading import require_one_of
+from tllm.spec.reading import json_mapping, require_one_of
 
 Architecture = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -65,7 +64,7 @@ class AutoencoderConfig:
     def parse(cls, given: Mapping[str, Any]) -> AutoencoderConfig:
         """`cfg.json` of SAELens before and since 6.0. Raises `ValueError` for what is not known,
         by its name."""
-        known = {**given, **(given.get("metadata") or {})}
+        known = {**given, **_mapping(given, "metadata")}
         activation = known.get("activation_fn_str", known.get("activation_fn") or "relu")
         architecture = known.get("architecture", "standard")
         if architecture == "standard" and activation == "topk":
@@ -82,13 +81,17 @@ class AutoencoderConfig:
             )
         require_one_of("normalize_activations", normalization, Normalization)
         require_one_of("reshape_activations", known.get("reshape_activations") or "none", ("none",))
-        k = known.get("k", (known.get("activation_fn_kwargs") or {}).get("k"))
+        k = known.get("k", _mapping(known, "activation_fn_kwargs").get("k"))
         if architecture == "topk" and (type(k) is not int or k < 1):
             raise ValueError(f"k={k!r} is not known; a topk autoencoder has a whole number")
         for size in ("d_in", "d_sae"):
-            if type(known.get(size)) is not int:
-                raise ValueError(f"{size}={known.get(size)!r}; a whole number was expected")
-        how = known.get("model_from_pretrained_kwargs") or {}
+            found = known.get(size)
+            if type(found) is not int or found < 1:
+                raise ValueError(f"{size}={found!r}; a whole number was expected, 1 or more")
+        hook_name = known.get("hook_name", known.get("hook_point"))
+        if not isinstance(hook_name, str | None):
+            raise ValueError(f"hook_name={hook_name!r:.60}; a text was expected")
+        how = _mapping(known, "model_from_pretrained_kwargs")
         return cls(
             architecture,
             known["d_in"],
@@ -97,7 +100,7 @@ class AutoencoderConfig:
             normalization,
             k if architecture == "topk" else None,
             bool(known.get("rescale_acts_by_decoder_norm", False)),
-            known.get("hook_name", known.get("hook_point")),
+            hook_name,
             bool(how.get("center_writing_weights", False)),
         )
 
@@ -133,10 +136,7 @@ class SparseAutoencoder:
                 "sae_weights.safetensors"
             )
         try:
-            content = json.loads(file.read_text())
-            if not isinstance(content, Mapping):
-                raise ValueError("cfg.json is no object of JSON")
-            return AutoencoderConfig.parse(content)
+            return AutoencoderConfig.parse(json_mapping(file.read_bytes(), "cfg.json"))
         except ValueError as error:
             raise ValueError(f"path={str(folder)!r}: {error}") from None
 
@@ -292,6 +292,14 @@ class SparseAutoencoder:
         if self.config.normalization == "constant_norm_rescale":
             return x * (self.config.d_in**0.5 / x.norm(dim=-1, keepdim=True))
         return x
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object of JSON in a configuration; empty where it has none."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name}={found!r:.60}; an object of JSON was expected")
+    return found
 
 
 def _check_finite(tensor: torch.Tensor, name: str, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from tllm.spec.reading import json_mapping
 
 LensKind = Literal["tuned", "jacobian"]
 
@@ -94,14 +95,34 @@ class TranslatorFile:
             ) from None
         found = self._tuned(loaded) if self.kind == "tuned" else self._jacobian(loaded)
         for layer, each in found.items():
-            size = each.weight.shape[-1]
-            right = each.weight.shape == (size, size) and each.weight.is_floating_point()
-            if not right or (each.bias is not None and each.bias.shape != (size,)):
-                raise ValueError(
-                    f"path={str(self.path)!r}: layer {layer} has a weight of shape "
-                    f"{list(each.weight.shape)}; [hidden, hidden] was expected"
-                )
+            self._check(layer, each)
+        sizes = {each.weight.shape[-1]: layer for layer, each in found.items()}
+        if len(sizes) > 1:
+            told = ", ".join(f"{size} (layer {layer})" for size, layer in sizes.items())
+            raise ValueError(
+                f"path={str(self.path)!r} has layers for rows of different widths: {told}; all of "
+                "a lens are as wide as the model's hidden size"
+            )
         return found
+
+    def _check(self, layer: int, found: Translator) -> None:
+        """Refuse what is no map of rows, in a file that holds whatever it likes."""
+        where = f"path={str(self.path)!r}: layer {layer}"
+        if layer < 0:
+            raise ValueError(f"{where} is negative; layers count from 0 in a file")
+        size = 0
+        for name, given, dims in (("weight", found.weight, 2), ("bias", found.bias, 1)):
+            if given is None and name == "bias":
+                continue
+            expected = f"[{', '.join(['hidden'] * dims)}] of floating-point numbers was expected"
+            if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
+                raise ValueError(f"{where} has {given!r:.60} as its {name}; a tensor {expected}")
+            size = size or (given.shape[-1] if given.ndim else 0)
+            if given.shape != (size,) * dims or not given.is_floating_point():
+                raise ValueError(
+                    f"{where} has a {name} of shape {list(given.shape)} and {given.dtype}; "
+                    f"{expected}"
+                )
 
     @property
     def hidden_size(self) -> int:
@@ -110,13 +131,14 @@ class TranslatorFile:
 
     def _tuned(self, loaded: Any) -> dict[int, Translator]:
         """`h + (W h + b)`: what a translator gives is added to the row."""
-        config = json.loads((self.path / "config.json").read_text())
+        file = self.path / "config.json"
+        config = json_mapping(file.read_bytes(), f"path={str(self.path)!r}: config.json")
         kind = config.get("lens_type", "linear_tuned_lens")
         if kind != "linear_tuned_lens":
             raise ValueError(
                 f"path={str(self.path)!r} is of lens_type {kind!r}; 'linear_tuned_lens' is known"
             )
-        names = sorted(loaded) if isinstance(loaded, Mapping) else []
+        names = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else []
         if unknown := [name for name in names if not _TUNED_NAME.fullmatch(name)]:
             raise ValueError(
                 f"path={str(self.path)!r} has parameters {', '.join(unknown[:5])}; those of a "

@@ -79,6 +79,17 @@ def prompt_lines(path: Path) -> Iterator[tuple[int, Any, str | list[int]]]:
             )
 
 
+def json_mapping(text: str | bytes, what: str) -> dict[str, Any]:
+    """The JSON object in a text; `ValueError` saying what it was to be when it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
 def check_text(given: str, name: str) -> str:
     """The text, as Python's own: NumPy has another. Refuses one with lone surrogates, as JSON may
     have it. Neither can be sent to a worker."""

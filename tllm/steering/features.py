@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.consumers.sparse_autoencoder import AutoencoderConfig, SparseAutoencoder
 from tllm.spec.layers import layer_numbered
+from tllm.spec.reading import FloatArray, float_array, hook_named, scalar, whole_number
 
 Numbers = Mapping[int, float]
 
@@ -68,7 +69,7 @@ def steer_features(
             "centers_rows=False for one with RMS norms"
         )
     trained_hook, trained_layer = config.place or (None, None)
-    hook = trained_hook if hook is None else hook
+    hook = trained_hook if hook is None else hook_named(hook, "hook").value
     layer = trained_layer if layer is None else layer
     if hook is None or layer is None:
         raise ValueError(
@@ -84,45 +85,67 @@ def steer_features(
     }
     one_kind = len(given) == 1 or set(given) == {"min", "max"}
     by_feature = one_kind and all(isinstance(numbers, Mapping) for numbers in given.values())
-    features = sorted({f for numbers in given.values() for f in numbers}) if by_feature else []
-    if not features or any(set(numbers) != set(features) for numbers in given.values()):
+    read = {key: _numbers(numbers, path) for key, numbers in given.items()} if by_feature else {}
+    features = sorted({f for numbers in read.values() for f in numbers})
+    if not features or any(set(numbers) != set(features) for numbers in read.values()):
         raise ValueError(
             f"given are {', '.join(given) or 'none'}; give one of value, factor, or minimum and "
             "maximum as {feature: number}, the same features in both: all features of an entry are "
             "read before any is changed"
         )
     both = features if set(given) == {"min", "max"} else []
-    for feature, low, high in ((f, given["min"][f], given["max"][f]) for f in both):
+    for feature, low, high in ((f, read["min"][f], read["max"][f]) for f in both):
         if low > high:
             raise ValueError(
                 f"feature {feature} has minimum={low} above maximum={high}; give the smaller one "
                 "as minimum"
             )
     encoder = SparseAutoencoder.load(path)
-    with safe_open(path / "sae_weights.safetensors", framework="pt") as file:
-        decoder = file.get_tensor("W_dec").float().numpy()
     entry = {
         "method": "sae_features",
-        **_arrays(encoder, decoder, features, path, bool(config.centered and centers_rows)),
-        **{key: [float(numbers[f]) for f in features] for key, numbers in given.items()},
+        **_arrays(encoder, features, path, bool(config.centered and centers_rows)),
+        **{key: [numbers[f] for f in features] for key, numbers in read.items()},
         "only_if_active": only_if_active,
         "strength": strength,
         **more,
     }
-    return {str(hook): {layer_numbered(layer, "layer"): entry}}
+    return {hook: {layer_numbered(layer, "layer"): entry}}
+
+
+def _numbers(given: Numbers, path: Path) -> dict[int, float]:
+    """What was given for each feature."""
+    found = {}
+    for feature, number in given.items():
+        name = whole_number(feature, f"{path}: the feature ")
+        found[name] = scalar(number, f"the number of feature {name}")
+    return found
+
+
+def _decoder_rows(config: AutoencoderConfig, features: list[int], path: Path) -> FloatArray:
+    """The rows of some features in the decoder, of which the encoder's reader has none."""
+    with safe_open(path / "sae_weights.safetensors", framework="pt") as file:
+        if "W_dec" not in file.keys():  # noqa: SIM118 - not a mapping
+            raise ValueError(f"{path}: its weights have no W_dec, by which features are steered")
+        decoder = file.get_tensor("W_dec")
+    if decoder.shape != (config.d_sae, config.d_in):
+        raise ValueError(
+            f"{path}: W_dec has shape {list(decoder.shape)}, and cfg.json says "
+            f"d_sae={config.d_sae}, d_in={config.d_in}"
+        )
+    return float_array(decoder[features], f"{path}: W_dec")
 
 
 def _arrays(
-    encoder: SparseAutoencoder, decoder: Any, features: list[int], path: Path, centered: bool
+    encoder: SparseAutoencoder, features: list[int], path: Path, centered: bool
 ) -> dict[str, Any]:
     config = encoder.config
-    if wrong := [f for f in features if type(f) is not int or not 0 <= f < config.d_sae]:
+    if wrong := [f for f in features if not 0 <= f < config.d_sae]:
         raise ValueError(f"{path}: it has no feature {wrong[0]!r}, only 0 to {config.d_sae - 1}")
     weights = {name: tensor.float().numpy() for name, tensor in encoder.weights.items()}
     arrays = {
         "encoder": np.ascontiguousarray(weights["W_enc"][:, features].T),
         "encoder_bias": weights["b_enc"][features],
-        "decoder": decoder[features],
+        "decoder": _decoder_rows(config, features, path),
     }
     if config.subtract_b_dec:
         arrays["decoder_bias"] = weights["b_dec"]

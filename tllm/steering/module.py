@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -280,6 +281,14 @@ def _layer(layer: Any, source: str) -> int:
     return int(layer)
 
 
+def is_finite(number: Any) -> bool:
+    """Whether a number is one that a float holds."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
 def _entry(entry: Any, where: str) -> VectorEntry:
     vector, scale = entry, 1.0
     if isinstance(entry, Mapping):
@@ -290,6 +299,6 @@ def _entry(entry: Any, where: str) -> VectorEntry:
         vector, scale = entry["vector"], entry.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)):
         raise ValueError(f"{where}: the scale is {scale!r}; it must be a number")
-    if not np.isfinite(scale):
+    if not is_finite(scale):
         raise ValueError(f"{where}: the scale is {scale}; it must be finite")
     return {"vector": as_vector(vector, where), "scale": float(scale)}

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tllm.steering.formats.contents import Contents, from_saved, json_mapping
+from tllm.spec.reading import json_mapping
+from tllm.steering.formats.contents import Contents, from_saved
 from tllm.steering.module import FORMAT, SteeringModule, from_header
 
 NUMPY_MAGIC = b"\x93NUMPY"

@@ -92,17 +92,6 @@ def from_saved(value: Any) -> Contents:
     return Contents(tuple(placed), metadata=metadata)
 
 
-def json_mapping(text: str | bytes, what: str) -> dict[str, Any]:
-    """The JSON object in a text; `ValueError` saying what it was to be when it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is a {type(value).__name__}; it must be a JSON object")
-    return value
-
-
 def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
     """`{"vector": ..., "layer": ...}`."""
     rest = {key: _item(entry) for key, entry in value.items() if key != name}

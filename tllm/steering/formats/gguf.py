@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from tllm.spec.hooks import HookPoint
-from tllm.steering.formats.contents import Contents, Placed, json_mapping
+from tllm.spec.reading import json_mapping
+from tllm.steering.formats.contents import Contents, Placed
 from tllm.steering.formats.names import NamedPlace
 
 MAGIC = b"GGUF"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.steering.formats.contents import json_mapping
+from tllm.spec.reading import float_array, json_mapping
 
 _NAME = re.compile(
     r"intkey_(?:layer[._](?P<layer>\d+)[._])?(?:repr|comp)[._](?P<component>.+)"
@@ -113,9 +113,9 @@ def _positions(given: Any, numbers: Sequence[int], place: str) -> dict[int, dict
     """What each intervention at a place says of positions, by its number."""
     by_number = isinstance(given, Mapping) and any(isinstance(key, int) for key in given)
     if by_number:
-        if sorted(given) != sorted(numbers):
+        if set(given) != set(numbers):
             raise ValueError(
-                f"positions has the numbers {sorted(given)}, and its files have {list(numbers)} "
+                f"positions has the numbers {list(given)}, and its files have {list(numbers)} "
                 f"at {place}"
             )
         return {number: {"positions": given[number]} for number in numbers}
@@ -153,7 +153,7 @@ def _arrays(file: Path) -> Iterator[tuple[str, Any]]:
     except Exception as error:  # on a damaged file the restricted unpickler fails in any way
         raise ValueError(
             f"its file {file.name} cannot be read as tensors alone, and anything else could run "
-            f"code: {str(error).splitlines()[0]:.80}"
+            f"code: {(str(error) or type(error).__name__).splitlines()[0]:.80}"
         ) from None
     if not isinstance(saved, Mapping) or set(saved) != _NEEDED:
         names = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
@@ -164,7 +164,7 @@ def _arrays(file: Path) -> Iterator[tuple[str, Any]]:
                 f"its file {file.name} has {name} as a {type(saved[name]).__name__}; each is a "
                 "tensor"
             )
-    arrays = {name: saved[name].detach().float().numpy() for name in _NEEDED}
+    arrays = {name: float_array(saved[name], f"its file {file.name}: {name}") for name in _NEEDED}
     weight, bias, rotate = arrays["weight"], arrays["bias"], arrays["rotate_layer"]
     if weight.ndim != 2 or rotate.shape != weight.shape[::-1] or bias.shape != weight.shape[:1]:
         raise ValueError(

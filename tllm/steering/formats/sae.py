@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm.spec.hooks import TRANSFORMER_LENS
-from tllm.steering.formats.contents import Contents, Placed, json_mapping
+from tllm.spec.reading import json_mapping, own_numbers
+from tllm.steering.formats.contents import Contents, Placed
 from tllm.steering.formats.names import NamedPlace, parse_place
-from tllm.steering.module import FloatArray, as_vector
+from tllm.steering.module import FloatArray, as_vector, is_finite
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
@@ -93,6 +94,7 @@ def _weights(features: Features | None) -> dict[int, float]:
             "it holds a sparse autoencoder; say which of its features= you want, such as "
             "features=[123] or features={123: 1.0, 77: -0.5}"
         )
+    features = own_numbers(features)
     if isinstance(features, int) and not isinstance(features, bool):
         features = [features]
     if isinstance(features, Mapping):
@@ -107,7 +109,7 @@ def _weights(features: Features | None) -> dict[int, float]:
     for feature, weight in weights.items():
         if isinstance(feature, bool) or not isinstance(feature, (int, np.integer)):
             raise ValueError(f"features= has {feature!r}; a feature is a whole number")
-        if not isinstance(weight, (int, float, np.number)) or not np.isfinite(weight):
+        if not isinstance(weight, (int, float, np.number)) or not is_finite(weight):
             raise ValueError(f"features= has the weight {weight!r}; it must be a finite number")
     if not weights:
         raise ValueError("features= is empty; name at least one")
