@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,17 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from tllm.cli.verify import engine_options, render
+from tllm.ports import Phase
+from tllm.verify.batches import Ask
 from tllm.verify.certificate import Certificate, row_errors
+from tllm.verify.comparison import Comparison
 from tllm.verify.gated import Judged
 from tllm.verify.job import VerifyJob, exact_float32, run
 from tllm.verify.memory import available, needs
 from tllm.verify.reference import Reference
+from tllm.verify.served import Served
+from tllm.verify.steered import Steered
+from tllm.verify.tolerance import Tolerance
 from tllm.verify.verifier import Verifier
 
 POINTS = ("attn_out", "post_block", "lm_head_in")
@@ -82,6 +89,18 @@ def test_an_engine_that_is_right_is_certified(llm: Any, reference: Reference) ->
     assert batches["mixed"].chunked
     assert batches["mixed, again"].preemptions
     assert batches["prompts"].samples == 3
+
+
+def test_a_point_that_was_named_and_is_not_there_is_not_checked(llm: Any) -> None:
+    certificate = Certificate("tiny", "transformers")
+    verifier = Verifier(llm, certificate, points=["block_output", "router"])
+    assert verifier.points == ["post_block"]
+    [what] = certificate.unchecked
+    assert what == f"router: {certificate.lacking['router']}" and "mixture of experts" in what
+    assert (certificate.verdict, certificate.exit_status) == ("incomplete", 3)
+    certificate = Certificate("tiny", "transformers")
+    Verifier(llm, certificate)
+    assert "router" in certificate.lacking and certificate.exit_status == 0
 
 
 def test_steering_that_the_reference_has_not_is_a_difference_with_its_place(
@@ -229,6 +248,37 @@ def test_scores_that_are_wrong_or_no_numbers_are_beyond_the_limit() -> None:
     found = when.scores(states)[[1, 2, 3]] + torch.tensor([1e-9, 0.5, torch.nan])
     errors = when.errors(found, [1, 2, 3], states, limit=1e-4)
     assert (errors > 1e-4).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("reads", "cached", "scored_from", "is_right"),
+    [
+        ("decode", 4, 4, True),
+        ("decode", 4, 0, True),
+        ("decode", 4, 5, False),
+        ("decode", 0, 4, False),
+        (None, 4, 4, True),
+        ("any", 0, 0, True),
+        ("any", 4, 4, False),
+        ("prefill", 4, 4, False),
+    ],
+)
+def test_only_what_the_prefix_cache_served_may_lack_scores(
+    reads: Phase | None, cached: int, scored_from: int, is_right: bool
+) -> None:
+    rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    when = Judged(("post_block", 0), torch.ones(8), threshold=0.0)
+    steered = Steered(when.place, "add", torch.ones(8), when=when)
+    ask = Ask([*range(6)], reads, max_tokens=3, steering=(steered,))
+    states = {"post_block": {0: rows}}
+    found = SimpleNamespace(
+        positions=torch.arange(scored_from, 8), scores=when.scores(states)[scored_from:].numpy()
+    )
+    completion = SimpleNamespace(token_ids=[6, 7, 8], index=0, signals={when.name: found})
+    certificate = Certificate("tiny", "transformers")
+    comparison = Comparison(None, certificate, Tolerance.of(torch.float32), [when.place], 8)
+    comparison._compare_signal(Served("gated", 0, ask, completion, 6, cached), when, states)
+    assert (certificate.differences == []) is is_right
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "banana", "cpu:0"])

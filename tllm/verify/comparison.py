@@ -119,7 +119,7 @@ class Comparison:
         wanted = when.meant(mask.nonzero()[:, 0].tolist())
         signal = served.completion.signals.get(when.name)
         found = [] if signal is None else signal.positions.tolist()
-        cached = range(served.first if when.over == "token" else 0)
+        cached = range(served.computed_from if when.over == "token" else 0)
         missing = [each for each in wanted if each not in found and each not in cached]
         if missing or not set(found) <= set(wanted):
             what = f"scores of positions {found}, where {wanted} are judged"

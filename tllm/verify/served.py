@@ -18,6 +18,7 @@ class Served:
 
     log_probabilities: of its generated tokens.
     first: how many of its tokens are the prompt's.
+    cached: how many of these the prefix cache served.
     """
 
     batch: str
@@ -25,6 +26,7 @@ class Served:
     ask: Ask
     completion: Any
     first: int
+    cached: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -41,6 +43,12 @@ class Served:
         """Of the generated tokens."""
         given = zip(self.completion.token_ids, self.completion.logprobs or (), strict=True)
         return torch.tensor([found[token].logprob for token, found in given])
+
+    @property
+    def computed_from(self) -> int:
+        """The first position whose row the engine computed. Where rows of the prompt are read, all
+        are."""
+        return min(self.cached, self.first) if self.ask.reads in (None, "decode") else 0
 
     def difference(self, where: str, what: str, **more: Any) -> Difference:
         """Something that is wrong with it."""

@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tllm.client.llm import LLM
 from tllm.params import SamplingParams
+from tllm.spec.hooks import HookPoint
 from tllm.verify.batches import (
     Ask,
     Prompts,
@@ -76,14 +77,19 @@ class Verifier:
         self.tolerance = tolerance or Tolerance.of(self.dtype, self.layers)
         self.prompts = self._prompts()
         tapped: list[str] = described["hook_points"]
-        self.points = [point for point in tapped if points is None or point in points]
+        named = None if points is None else [HookPoint.parse(point).value for point in points]
+        self.points = [point for point in tapped if named is None or point in named]
         self.found = {point: self._layers(point, described) for point in self.points}
-        wanted = points if points is not None else described["missing"]
+        missing: dict[str, str] = described["missing"]
+        wanted = missing if named is None else named
         certificate.lacking = {
-            point: why
-            for point, why in described["missing"].items()
-            if point in wanted and point not in self.points
+            point: missing.get(point, "this engine has no tap there; its hook_points must name it")
+            for point in wanted
+            if point not in self.points
         }
+        if named is not None:
+            for point, why in certificate.lacking.items():
+                self._unchecked(f"{point}: {why}")
         for point in [*self.points, "logits"]:
             certificate.points[point] = PointFigures(self.tolerance.points[point])
 
@@ -284,10 +290,11 @@ class Verifier:
         sequences = []
         for number, (request_id, ask) in enumerate(zip(names, asks, strict=True)):
             output = ended[request_id]
-            figures.cached_tokens += output.num_cached_tokens or 0
+            cached = output.num_cached_tokens or 0
+            figures.cached_tokens += cached
             figures.chunked += len(ask.prompt) > self._chunk
             for completion in output.outputs:
-                sequences.append(Served(name, number, ask, completion, len(ask.prompt)))
+                sequences.append(Served(name, number, ask, completion, len(ask.prompt), cached))
                 figures.tokens += len(completion.token_ids)
         figures.samples = len(sequences)
         return figures, sequences
