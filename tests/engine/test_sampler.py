@@ -86,7 +86,7 @@ def test_greedy_rows_of_a_mixed_batch_are_not_guided(llm, reference):
     assert {row.request_id for row in guide.seen} == {outputs[1].request_id}
 
 
-def test_a_row_with_more_candidates_than_the_width_is_drawn_unguided_and_counted(llm):
+def test_a_row_with_more_candidates_than_the_width_is_drawn_unguided_and_counted(llm, caplog):
     params = sampled(5, seed=4)
     plain = tokens_of(generate(llm, prompts_of(LENGTHS), params))
     guide = llm.register_consumer(Guide(boost=1000.0, width=4))
@@ -94,6 +94,8 @@ def test_a_row_with_more_candidates_than_the_width_is_drawn_unguided_and_counted
     assert tokens_of(generate(llm, prompts_of(LENGTHS), params)) == plain
     assert all(row.token_ids == [] for row in guide.seen)
     assert guide.read_stats()["runtime"]["rows_with_too_many_candidates"] == before + 15
+    told = [each for each in caplog.messages if "is sampled without them" in each]
+    assert len(told) == 1 and "consumer 'guide'" in told[0], "once, and not for each row"
 
 
 UNFILTERED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from tllm.runtime.kernels import projection
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.slots import Slots
 from tllm.runtime.transfer import LateCheck, upload
+
+logger = logging.getLogger(__name__)
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -268,6 +271,7 @@ class Guide:
         guided: its rows, None where the guide applies to none.
         known: `BoundConsumer.forgotten`, when it was asked whose they are.
         deltas: whether a token could be drawn after all that it returned.
+        warned: that what it returns does nothing to rows that have all tokens as candidates.
     """
 
     flow: BoundFlow
@@ -276,11 +280,26 @@ class Guide:
     guided: GuidedRows | None = None
     known: int = 0
     deltas: LateCheck = field(default_factory=LateCheck)
+    warned: bool = False
 
     @cached_property
     def width(self) -> int:
         """The most candidates a row may have and still be guided."""
         return int(str(self.write.options["width"]))
+
+    def warn(self, step: SamplerStep, guided: GuidedRows) -> None:
+        """Say once in the log that deltas are for rows that are filtered, where some are not."""
+        if not step.unfiltered[guided.indices].any():
+            return
+        self.warned = True
+        logger.warning(
+            "consumer %r guides sampling by deltas, and a row with more than width=%d candidates "
+            "is sampled without them, as one is that has neither top_k, top_p nor min_p and no "
+            "mask of tokens: ask for one of these, or write Sampler.write(width=) as large as the "
+            "vocabulary. Such rows are counted as rows_with_too_many_candidates of read_stats().",
+            self.flow.owner.id,
+            self.width,
+        )
 
 
 class Guidance:
@@ -452,6 +471,8 @@ class Guidance:
                 context = owner.context.at(frame.step)
             delta = owner.consumer.guide(candidates, context)
             if delta is not None:
+                if width < self._model.vocab_size and not guide.warned:
+                    guide.warn(step, guided)
                 sound = candidates.apply(delta)
                 on_host = sound.device.type == "cpu"
                 if not (sound if on_host else guide.deltas.sound(sound)):
