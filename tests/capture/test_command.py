@@ -252,6 +252,10 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
     with pytest.raises(ValueError, match="line 2: give a text"):
         list(capturing._read(path))
+    named = ("--hooks", "post_block:1", "--engine-arg", "served_model_name=5")
+    status, text = here(arguments(["hello"], *named))
+    assert status == 2
+    assert "--engine-arg served_model_name=5: give a text, or a list of texts" in text
     status, text = here(arguments([], "--hooks", "post_block:1"))
     assert status == 2
     assert "has no prompts" in text

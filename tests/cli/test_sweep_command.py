@@ -135,6 +135,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         (["--clean", "a", "--corrupt", "b"], "compares answers; .*tllm sweep: --right and --wr"),
         ([*KL, "--hooks", "mlp_out, post_blck"], "--hooks: unknown hook point 'post_blck'"),
         ([*KL, "--freeze", "mlp_out, attn_ou"], "--freeze: unknown hook point 'attn_ou'"),
+        ([*KL, "--freeze", "all,attn_out"], "--freeze: unknown hook point 'all'"),
         ([*KL, "--receivers", "mlp_inn:3"], "--receivers: unknown hook point 'mlp_inn'"),
         ([*KL, "--enforce-eager"], "no option --enforce-eager; .* --engine-arg enforce_eager=true"),
         ([*KL, "--layer", "2"], r"no option --layer \(did you mean --layers\?\); arguments of the"),

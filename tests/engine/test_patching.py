@@ -406,6 +406,10 @@ def test_a_mean_is_put_at_any_position(llm, reference):
         ({"post_block": {}}, r"rows\['post_block'\] is empty; give {layer: row}"),
         ({"post_block": {1: [1.0] * HIDDEN}, "mlp_out": {}}, r"rows\['mlp_out'\] is empty"),
         ({"zz": {1: [1.0] * HIDDEN}}, "rows: unknown hook point 'zz'"),
+        (
+            {"post_block": {2: [1.0] * HIDDEN, -2: [2.0] * HIDDEN}},
+            r"rows\['post_block'\]\[2\] and rows\['post_block'\]\[-2\] are of the same place",
+        ),
     ],
 )
 def test_means_that_say_nothing_are_refused(llm, rows, sentence):
@@ -428,6 +432,8 @@ def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
             llm.patching.run(prompt, **arguments)
     with pytest.raises(ValueError, match="give text, or a list of token ids"):
         llm.patching.run(7, hooks="post_block")
+    with pytest.raises(ValueError, match=r"the prompt=.* has lone surrogates; leave them out"):
+        llm.patching.run("a \ud800", hooks="post_block")
     beyond = {**ZERO, "layer": 0, "source": {"run": run, "positions": [12]}}
     with pytest.raises(ValueError, match="position 12 is out of range for run 'run' of 12 tokens"):
         generate(llm, [prompt], greedy(1, patch=[beyond]))

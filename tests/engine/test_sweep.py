@@ -509,6 +509,7 @@ def returned(logprobs):
         ({"receivers": [("mlp_in", 9)]}, "receivers: mlp_in has no layer 9"),
         ({"receivers": [("zz", 1)]}, "receivers: unknown hook point 'zz'"),
         ({"receivers": 5}, "receivers=5: give a list of pairs"),
+        ({"receivers": np.array([1, 2])}, "receivers=array.*: give a list of pairs"),
         ({"metric": None}, "metric=None is not known; choose of logit_diff"),
         ({"metric": [[]]}, r"metric=\[\] is not known"),
         ({"metric": returned}, r"metric: returned returned array\(.*let it return one number"),

@@ -230,6 +230,7 @@ def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule
         ({"negative": SAD[:1]}, "at least two prompts"),
         ({"negative": "It was a sad day."}, "negative=.* is str; give a list"),
         ({"negative": (text for text in SAD)}, "negative=.* is generator; give a list"),
+        ({"negative": set(SAD[:3])}, "negative=.* is set; give a list"),
         ({"negative": None}, "negative=None is NoneType; give a list"),
         ({"negative": [*SAD[:2], 3]}, r"negative\[2\]=3 is neither a text nor a list of token ids"),
         ({"negative": [[1], [2], [1.5]]}, r"negative\[2\]=\[1.5\] is neither"),

@@ -134,11 +134,16 @@ def _earlier_run(job: Job) -> EarlierRun:
 
         return encoded(tokenizer_of(job.model, job.engine), texts)
 
-    served = job.engine.get("served_model_name") or job.model
+    given = job.engine.get("served_model_name") or job.model
+    served = given[0] if isinstance(given, list) else given
+    if not isinstance(served, str):
+        raise ValueError(
+            f"--engine-arg served_model_name={given!r:.60}: give a text, or a list of texts"
+        )
     return EarlierRun(
         job.out,
         job.tag,
-        model=served if isinstance(served, str) else served[0],
+        model=served,
         asked=CaptureSpec.parse(job.capture, "capture"),
         max_tokens=job.max_tokens,
         encode=encode,

@@ -91,7 +91,7 @@ def _points(asked: Mapping[str, Any]) -> list[str]:
     from tllm.client.path_ways import BRANCHES
     from tllm.engine.options import CHEAP_POINTS  # vLLM takes seconds to import
 
-    branches = BRANCHES if "all" in asked["freeze"] else asked["freeze"]
+    branches = BRANCHES if list(asked["freeze"]) == ["all"] else asked["freeze"]
     named = [
         *(hook_named(hook, "--hooks") for hook in asked["hooks"]),
         *(hook_named(branch, "--freeze") for branch in branches),

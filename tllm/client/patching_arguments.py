@@ -14,7 +14,14 @@ from tllm.client.sweep_form import PromptPair
 from tllm.patching.metrics import Answer
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.layers import Layers, layer_numbered
-from tllm.spec.reading import FloatArray, hook_named, numeric_array, one_or_several, whole_numbers
+from tllm.spec.reading import (
+    FloatArray,
+    check_text,
+    hook_named,
+    numeric_array,
+    one_or_several,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from tllm.client.registrations import Registrations
@@ -60,11 +67,12 @@ class PatchingArguments:
     def ways(self, freeze: Any, receivers: Any) -> PathWays | None:
         """What a sweep keeps still, and where changes arrive."""
         places: list[Place] = []
-        if not isinstance(receivers or (), Sequence):
+        receivers = () if receivers is None else receivers
+        if isinstance(receivers, str) or not isinstance(receivers, Sequence):
             raise ValueError(
                 f"receivers={receivers!r:.60}: give a list of pairs such as ('mlp_in', 3)"
             )
-        for each in receivers or ():
+        for each in receivers:
             if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != 2:
                 raise ValueError(
                     f"receivers: {each!r:.60} is no place; give pairs such as ('mlp_in', 3)"
@@ -150,6 +158,7 @@ class PatchingArguments:
         elif isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
+            check_text(prompt, "the prompt")
             return list(self._generation.tokenizer.encode(prompt))
         plain = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not plain or not prompt or not all(type(token) is int for token in prompt):
@@ -166,6 +175,7 @@ class PatchingArguments:
         if not isinstance(rows, Mapping) or not rows:
             raise ValueError(f"rows is {rows!r:.60}; give {{hook: {{layer: row}}}}")
         facts = self._registered.facts
+        given: dict[Place, str] = {}
         for hook, layers in rows.items():
             point = hook_named(hook, "rows")
             if point.has_layer and not isinstance(layers, Mapping):
@@ -186,6 +196,11 @@ class PatchingArguments:
                     raise ValueError(
                         f"rows[{hook!r}][{layer}] has values that are not finite, or larger than "
                         "the rows of this model"
+                    )
+                where = f"rows[{hook!r}][{layer}]"
+                if (first := given.setdefault((point.value, at), where)) != where:
+                    raise ValueError(
+                        f"{first} and {where} are of the same place; leave one of them out"
                     )
                 yield (point.value, at), array
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -191,8 +191,9 @@ def check_waits(llm: Any) -> None:
 
 
 def listed(given: Any, name: str) -> list[Any]:
-    """A list of what is given; `ValueError` for a text, a mapping, a generator, or one thing."""
-    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__len__"):
+    """A list of what is given; `ValueError` for a text, a mapping, a set, a generator, or one
+    thing."""
+    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__len__"):
         raise ValueError(
             f"{name}={given!r:.60} is {type(given).__name__}; give a list (list(...) makes one of "
             "what a generator gives)"
