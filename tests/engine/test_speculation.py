@@ -1083,3 +1083,29 @@ def test_a_turn_that_ends_among_accepted_tokens_goes_on_behind_them(
     while scheduler.has_requests():
         lanes.step()
     lanes.close()
+
+
+def test_rows_of_drafts_that_the_engine_drops_are_nobodys(drafting, reference, drafts):
+    """A reset of the prefix cache drops what the step under way draws: other tokens take the places
+    of the drafts that were accepted in it."""
+    engine, outputs, steps = drafting.llm_engine, {}, 0
+    hooks = {"hooks": {AT[0]: [AT[1]]}}
+    asked = sampled(24, temperature=0.7, allowed_token_ids=FEW, capture={"memory": hooks})
+    pick = random.Random(5)
+    for i in range(4):
+        engine.add_request(f"r{i}", {"prompt_token_ids": pick.choices(FEW, k=12)}, asked)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        steps += 1
+        # Who fetches a result has all rows handed out.
+        if steps % 4 == 0 and not any(output.finished for output in outputs.values()):
+            drafting.reset_prefix_cache(reset_running_requests=True)
+    for output in outputs.values():
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        _, states = reference.run(tokens, [AT])
+        rows = output.outputs[0].activations[AT[0]][AT[1]]
+        assert sorted(rows.positions.tolist()) == list(range(len(tokens)))
+        for position, row in zip(rows.positions.tolist(), rows.tensor, strict=True):
+            assert error_of(row, states[AT][position]) < RELATIVE
+    drafts.assert_some_came_true()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,6 +149,7 @@ class DeviceDrafts:
         self._asked: dict[str, _Asked] = {}
         self._ends: _Ends | None = None
         self._begun: frozenset[str] = frozenset()
+        self._drawn_anew: Container[str] = ()
         self._computed: dict[str, int] = {}
         self._step: _Step | None = None
         self._undecided: deque[_Step] = deque()
@@ -161,6 +162,7 @@ class DeviceDrafts:
 
     def track(self, scheduled: Any) -> None:
         """A step is scheduled: which requests begin, or are begun again, and which have ended."""
+        self._drawn_anew = ()
         for request_id in scheduled.finished_req_ids:
             self._asked.pop(request_id, None)
         self._begun = frozenset(new.req_id for new in scheduled.scheduled_new_reqs)
@@ -168,6 +170,11 @@ class DeviceDrafts:
             self._asked[new.req_id] = _Asked.of(new, self._runner.max_model_len)
         if self._begun:
             self._ends = None
+
+    def draw_anew(self, request_ids: Container[str]) -> None:
+        """What the last step of each of these drew is dropped, so that drafts that were accepted in
+        it are not their own. To be said before those steps are decided, which `track` is behind."""
+        self._drawn_anew = request_ids
 
     def begin_idle(self, batch: Any) -> None:
         """A step begins in which nothing is done to any row."""
@@ -326,9 +333,21 @@ class DeviceDrafts:
         may_have_ended = ends.at(starts + own + drawn, output.sampled_token_ids[:count])
         for i in np.flatnonzero(may_have_ended & (accepted > 0)).tolist():
             kept[i] = own[i] + self._accepted(step, i, output, int(drawn[i]))
+        if self._drawn_anew:
+            dropped = self._dropped(step)
+            kept[dropped] = own[dropped]
         if self._ahead and last_output is not None:
             kept[self._ended(step, last_ids, last_output)] = 0
         return starts, kept
+
+    def _dropped(self, step: _Step) -> list[int]:
+        """Which sequences of a step that is decided draw anew what they drew in it."""
+        later = {request_id for each in self._undecided for request_id in each.request_ids}
+        return [
+            i
+            for i, request_id in enumerate(step.request_ids)
+            if request_id in self._drawn_anew and request_id not in later
+        ]
 
     def _placed(self, step: _Step) -> IntArray:
         """Where the sequences of a step are, now that the steps before are decided."""

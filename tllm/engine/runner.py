@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tllm.engine.relayed_tensors import RelayedTensors, with_scores
@@ -44,6 +44,9 @@ class RunnerAttachment(ABC):
 
     def track(self, scheduler_output: SchedulerOutput) -> None:
         """A step is scheduled, maybe without tokens."""
+
+    def draw_anew(self, request_ids: Sequence[str]) -> None:
+        """What the last step of each of these requests drew is dropped by the scheduler."""
 
     def may_finish(self, request_ids: Iterable[str]) -> bool:
         """Whether requests may end of which it is not known yet which drafts were accepted."""

@@ -117,6 +117,10 @@ class V2Attachment(RunnerAttachment):
         if self._drafts is not None:
             self._drafts.track(scheduler_output)
 
+    def draw_anew(self, request_ids: Sequence[str]) -> None:
+        if self._drafts is not None:
+            self._drafts.draw_anew(request_ids)
+
     def may_finish(self, request_ids: Iterable[str]) -> bool:
         return self._drafts is None or self._drafts.may_finish(request_ids)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,12 @@ uses(
     "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason mm_features "
     "spec_token_ids",
     "what a request asks, and how far it is",
+)
+uses(
+    "vllm.v1.request.Request",
+    "drop_stale_output",
+    "which tokens under way of a request that is computed again are drawn anew",
+    since="0.32",
 )
 
 
@@ -231,6 +237,8 @@ class _Rules(_Base):
                 self.waiting.prepend_requests(reversed(held))
         if len(held) != self._tllm_held:
             output.tllm_held_back = self._tllm_held = len(held)
+        if self.num_spec_tokens and output.preempted_req_ids:
+            output.tllm_drawn_anew = self._tllm_drawn_anew(output.preempted_req_ids)
         if self._tllm_ended:
             output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
         if self._tllm_turns is not None and self._tllm_turns.tokens:
@@ -367,6 +375,16 @@ class _Rules(_Base):
             yield
         finally:
             scheduler.dynamic_sd_lookup = table
+
+    def _tllm_drawn_anew(self, preempted: Iterable[str]) -> list[str]:
+        """Of requests that are computed again those whose last tokens, which were under way, are
+        drawn anew; of the others they are delivered."""
+        found = []
+        for request_id in preempted:
+            request: Any = self.requests.get(request_id)
+            if request is not None and getattr(request, "drop_stale_output", False):
+                found.append(request_id)
+        return found
 
     def _tllm_hold_back(self) -> list[Request]:
         """Take requests out of the queue for which the workers' steering tables have no room.

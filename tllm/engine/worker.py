@@ -330,6 +330,8 @@ class InterventionWorker(_Base):
         takes_turns = turns is not None and bool(turns.engine_ids)
         others = scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs
         others = others or takes_turns or scheduler_output.preempted_req_ids
+        if drawn_anew := vars(scheduler_output).get("tllm_drawn_anew"):
+            self._attachment.draw_anew(drawn_anew)
         steps = self.session.steps
         steps.end(wait=bool(others) and (takes_turns or self._waits_for_drafts(scheduler_output)))
         self._attachment.track(scheduler_output)
