@@ -62,6 +62,8 @@ from tllm.spec.tiers import parse_modules
 
 ROOT = Path(__file__).parents[2]
 
+OUT = "leave them out"
+
 
 def counters(error=None):
     of_worker = dict.fromkeys((figure.key for figure in WORKER), 5)
@@ -123,6 +125,13 @@ def test_a_server_without_esamp_has_no_groups_to_forget(tmp_path):
     answer = client.post("/v1/esamp/groups/forget", json={"group": "x"})
     told = "no consumer 'esamp' is registered"
     assert (answer.status_code, answer.json()["detail"]) == (404, told)
+
+
+def test_a_field_that_is_ours_but_for_a_lone_surrogate_is_refused():
+    with pytest.raises(FieldError) as refused:
+        asked_in({"steering_vectors\ud800": {}}, ServerSettings())
+    assert (refused.value.field, str(refused.value).isprintable()) == (None, True)
+    assert "'steering_vectors\\ud800' was given, and is no field" in str(refused.value)
 
 
 def test_captures_and_options_can_be_switched_off():
@@ -608,6 +617,11 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeyp
         ('{"name": "a"', "the body is no JSON: Expecting ',' delimiter, at character 12"),
         ("[]", "the body is no object; send one as JSON, with Content-Type: application/json"),
         ("", "the body is no object; send one as JSON, with Content-Type: application/json"),
+        ('{"name": "a", "spec": {"\\ud800": 1}}', "spec has a text with lone surrogates; " + OUT),
+        ('{"\\udfff": 1}', "'\\udfff' has a text with lone surrogates; " + OUT),
+        (b'{"name": "\xed\xa0\x80"}', "name has a text with lone surrogates; " + OUT),
+        ('"\\ud800"', "the body has a text with lone surrogates; " + OUT),
+        ('{"nam": "\\ud83d\\ude00"}', "nam was given, and is no field; give any of name, spec"),
     ],
 )
 def test_a_wrong_body_of_a_route_of_ours_is_told_in_a_sentence(tmp_path, body, sentence):

@@ -89,7 +89,9 @@ def _check_names(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         meant = None if name in FIELDS or value is None else meant_by(name)
         if meant is not None:
-            raise FieldError(name, f"{name} was given, and is no field; {meant} may be meant")
+            told = name if name.isprintable() else repr(name)  # lone surrogates cannot be sent
+            field = name if told is name else None
+            raise FieldError(field, f"{told} was given, and is no field; {meant} may be meant")
     for place in PLACES:
         inside = body.get(place)
         if not isinstance(inside, Mapping):

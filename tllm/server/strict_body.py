@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ _SHOWN = 60
 """Characters of a value that are told."""
 _WORDS: dict[object, str] = {str: "a text", int: "a whole number", bool: "true or false"}
 """What fields of one type take; of others their descriptions say it."""
+_MAY_BE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
+"""What is in every body whose texts have lone surrogates: escaped, in UTF-8, or in UTF-16."""
 
 
 class StrictBody(BaseModel):
@@ -65,6 +68,7 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
+            _check_texts(await request.body())
             try:
                 return await handle(request)
             except RequestValidationError as error:
@@ -72,6 +76,25 @@ class StrictRoute(APIRoute):
                 raise HTTPException(400, "; ".join(map(_told, faults))) from None
 
         return answer
+
+
+def _check_texts(body: bytes) -> None:
+    """Refuse a body with texts that no answer could repeat, as JSON may have them."""
+    if _MAY_BE_LONE.search(body) is None:
+        return
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):  # told where it is read
+        return
+    parts = given if isinstance(given, dict) else {"the body": given}
+    for name, value in parts.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            told = name if name.isprintable() else repr(name)
+            raise HTTPException(
+                400, f"{told:.60} has a text with lone surrogates; leave them out"
+            ) from None
 
 
 def _told(fault: Mapping[str, Any]) -> str:
