@@ -48,7 +48,7 @@ class Workers:
         return self.registered.change(*args)
 
     def registered_since(self, version):
-        return self.registered.version, self.registered.since(version)
+        return self.registered.since(version)
 
     def keep_rows(self, uid):
         self.rows[uid] = "rows"

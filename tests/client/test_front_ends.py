@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import pytest
 from engine.asking import generate, greedy, prompts_of, tokens_of
@@ -233,10 +234,34 @@ def test_who_did_not_see_the_last_change_changes_nothing():
     registered = Registered()
     assert registered.change("steering", 0, b"a")
     assert not registered.change("steering", 0, b"b")
-    assert registered.since(0) == {"steering": (1, b"a")}
+    assert registered.since(0) == (1, {"steering": (1, b"a")}, False)
     assert registered.change("steering", 1, None)
     assert registered.change("module:x", 0, b"c")
-    assert registered.since(1) == {"steering": (2, None), "module:x": (3, b"c")}
+    assert registered.since(1) == (3, {"steering": (2, None), "module:x": (3, b"c")}, False)
+
+
+def test_of_what_was_removed_long_ago_nothing_is_kept():
+    """Who has not heard of it is told all that there is."""
+    registered, front = Registered(), Client().registered
+    front._attached = True
+
+    def heard():
+        steps = front._fetch()
+        call = next(steps)
+        assert over(steps, [registered.since(*call.args)])
+        return set(front._versions)
+
+    registered.put("module:long ago", cloudpickle.dumps({}))
+    registered.put("module:here", cloudpickle.dumps({}))
+    assert heard() == {"module:long ago", "module:here"}
+    registered.put("module:long ago", None)
+    for number in range(10_000):
+        registered.put(f"kept:{number}", b"rows")
+        registered.put(f"kept:{number}", None)
+    assert len(registered.since(0).entries) < 5000
+    assert heard() == {"module:here"} and set(front.composer.modules) == {"here"}
+    assert front.steering_version == registered.version
+    assert registered.change("module:long ago", 0, b"again"), "as it is known: not there"
 
 
 class SecondFront:

@@ -80,7 +80,8 @@ class Registrations:
         #: By id, what consumers were registered with here that were not heard of yet.
         self._own: dict[str, bytes] = {}
         self._attached = False
-        self._version = 0
+        self._version = self._steering_version = 0
+        #: Of each key that has a value.
         self._versions: dict[str, int] = {}
         self._shown: memoryview | None = None
         for i, consumer in enumerate(self._waiting):
@@ -108,10 +109,7 @@ class Registrations:
         """Another number after each change of what steers, and of the model's weights."""
         if self._shown is not None:
             return self._shown[1]
-        return max(
-            (version for key, version in self._versions.items() if key.startswith(STEERING_KEYS)),
-            default=0,
-        )
+        return self._steering_version
 
     def current(self) -> Steps[None]:
         """Know all that is registered."""
@@ -171,20 +169,33 @@ class Registrations:
 
     def _fetch(self) -> Steps[None]:
         answers = yield WorkerCall("registered_since", (self._version,))
-        version, entries = answers[0]
+        version, entries, whole = answers[0]
+        if whole:  # what steers may be among what was removed, and weights may be others
+            self._steering_version = version
+            gone = self._versions.keys() - entries.keys()
+            entries = {**dict.fromkeys(gone, (version, None)), **entries}
         for key, (changed, value) in entries.items():
-            self._versions[key] = changed
-            if key.startswith(_CONSUMER):
-                self._features.forget()
-                self.composer.forget_composed()
-                self._learn_consumer(key[len(_CONSUMER) :], value)
-            elif key == _FRONT_ENDS:
-                self.front_ends = max(self.front_ends, int(value or 1))
-            elif key.startswith(KEPT):
-                self.patches.learn(key, value)
-            elif key != WEIGHTS:
-                self.composer.learn(key, value)
+            self._learn(key, changed, value)
         self._version = version
+
+    def _learn(self, key: str, changed: int, value: bytes | None) -> None:
+        """Know what somebody has registered, or removed."""
+        if value is None:
+            self._versions.pop(key, None)
+        else:
+            self._versions[key] = changed
+        if key.startswith(STEERING_KEYS):
+            self._steering_version = max(self._steering_version, changed)
+        if key.startswith(_CONSUMER):
+            self._features.forget()
+            self.composer.forget_composed()
+            self._learn_consumer(key[len(_CONSUMER) :], value)
+        elif key == _FRONT_ENDS:
+            self.front_ends = max(self.front_ends, int(value or 1))
+        elif key.startswith(KEPT):
+            self.patches.learn(key, value)
+        elif key != WEIGHTS:
+            self.composer.learn(key, value)
 
     def _learn_consumer(self, name: str, payload: bytes | None) -> None:
         own = self._own.pop(name, None)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tllm.runtime.packed_vectors import PackedVectors
 from tllm.runtime.steering import Steering
@@ -22,6 +23,24 @@ WEIGHTS = "weights"
 STEERING_KEYS = ("steering", "module:", "monitor:", WEIGHTS)
 """How the keys of what steers begin: global steering, named modules and monitors; and what an
 answer that was kept depends on as well."""
+
+
+_MOST_REMOVED = 4096
+"""How many removals can be told; of older ones nothing is kept."""
+
+
+class News(NamedTuple):
+    """What a front end does not know yet.
+
+    Attributes:
+        version: of all that is registered.
+        entries: by key, the version of the change and the value; None: removed.
+        whole: these are all keys that there are: others that the front end knows were removed.
+    """
+
+    version: int
+    entries: dict[str, tuple[int, bytes | None]]
+    whole: bool
 
 
 class Registered:
@@ -39,7 +58,11 @@ class Registered:
     def __init__(self) -> None:
         self.version = 0
         self.shared_file = ""
-        self._entries: dict[str, tuple[int, bytes | None]] = {}
+        self._entries: dict[str, tuple[int, bytes]] = {}
+        #: The version of each, ascending.
+        self._removed: dict[str, int] = {}
+        #: The version of the last removal that is not among these any more.
+        self._forgotten = 0
         self._held: SharedFile | None = None
         self._shown: Any = None
 
@@ -65,7 +88,7 @@ class Registered:
         Returns:
             Whether it was set.
         """
-        if self._entries.get(key, (0, None))[0] != seen:
+        if (self._entries[key][0] if key in self._entries else 0) != seen:
             return False
         self.put(key, value)
         return True
@@ -73,15 +96,28 @@ class Registered:
     def put(self, key: str, value: bytes | None) -> None:
         """Set a value, or remove it, whatever was there."""
         self.version += 1
-        self._entries[key] = self.version, value
+        self._removed.pop(key, None)
+        if value is not None:
+            self._entries[key] = self.version, value
+        else:
+            self._entries.pop(key, None)
+            self._removed[key] = self.version
+            if len(self._removed) > _MOST_REMOVED:
+                self._forgotten = self._removed.pop(next(iter(self._removed)))
         if self._shown is not None:
             if key.startswith(STEERING_KEYS):
                 self._shown[1] = self.version
             self._shown[0] = self.version
 
-    def since(self, version: int) -> dict[str, tuple[int, bytes | None]]:
-        """What has changed after a version: by key, the version and the value; None: removed."""
-        return {key: entry for key, entry in self._entries.items() if entry[0] > version}
+    def since(self, version: int) -> News:
+        """What has changed after a version."""
+        whole = version < self._forgotten
+        entries: dict[str, tuple[int, bytes | None]] = {
+            key: entry for key, entry in self._entries.items() if whole or entry[0] > version
+        }
+        latest = takewhile(lambda each: each[1] > version, reversed(self._removed.items()))
+        entries.update((key, (changed, None)) for key, changed in latest)
+        return News(self.version, entries, whole)
 
 
 class HeldGroups:

@@ -40,6 +40,7 @@ class WorkerCalls:
         self._front_ends = 1
         # Calls that others answer as they are.
         self.change_registered = self._registered.change
+        self.registered_since = self._registered.since
         self.update_steering = self._groups.put
         self.enter_conversation = self._conversations.enter
         self.forget_conversation = self._conversations.forget
@@ -81,10 +82,6 @@ class WorkerCalls:
         }
 
     # -- what is registered ----------------------------------------------------------------------
-
-    def registered_since(self, version: int) -> tuple[int, dict[str, tuple[int, bytes | None]]]:
-        """The version of what is registered, and what has changed after another one."""
-        return self._registered.version, self._registered.since(version)
 
     def register(self, consumer_id: str, payload: bytes) -> bool:
         """Add a consumer, unless one of this id is there; whether it was added.
@@ -144,7 +141,7 @@ class WorkerCalls:
         ends know, also that weights were replaced; how many runs there were."""
         self._registered.put(WEIGHTS, None)
         dropped = 0
-        for key, (_, value) in self._registered.since(0).items():
+        for key, (_, value) in self._registered.since(0).entries.items():
             if value is None or not key.startswith(KEPT):
                 continue
             kept = cloudpickle.loads(value)
