@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import suppress
 
+import cloudpickle
 import numpy as np
 import torch
 from tiny_engines import SHARE
@@ -32,6 +33,7 @@ from tllm.ports import (
     Steer,
     Stop,
 )
+from tllm.spec.patching import KeptRows
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66)), list(range(70, 90))]
 PROMPTS.append(list(range(100, 140)))
@@ -194,6 +196,21 @@ def patches(run):
     ]
 
 
+def patched_too_late(llm: LLM, run: KeptRows) -> list[object]:
+    """How each patch of a request ends whose run the workers do not have any more, as they would
+    not where another front end has just dropped it."""
+    llm.collective_rpc("tllm", args=("drop_rows", cloudpickle.dumps((run.uid,))))
+    ended = []
+    for patch in patches(run):
+        params = SamplingParams(
+            temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, patch=[patch]
+        )
+        [output] = llm.generate([{"prompt_token_ids": PROMPTS[PATCHED]}], params, use_tqdm=False)
+        [sample] = output.outputs
+        ended.append((list(sample.token_ids), sample.finish_reason, sample.stop_reason))
+    return ended
+
+
 class Reader(Consumer):
     """Its result is the rows of one read."""
 
@@ -351,6 +368,7 @@ def main(model: str, path: str, options: str) -> None:
         "ended": ended,
         "unsent": unsent(llm, prompts[0]),
         "diced": diced(llm, prompts[0]),
+        "patched too late": patched_too_late(llm, run),
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
         "rows": [

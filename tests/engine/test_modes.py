@@ -255,6 +255,9 @@ def check(saved, mode, reference):
     check_ended(saved["ended"], reference)
     check_mixed(saved["mixed"], reference)
     check_diced(saved["diced"], mode, reference)
+    for tokens, finished, reason in saved["patched too late"]:
+        assert (tokens, finished) == ([], "error")
+        assert "dropped before the request began" in reason
     assert saved["unsent"] == 0
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"

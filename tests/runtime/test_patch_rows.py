@@ -144,3 +144,13 @@ def test_kept_rows_have_a_limit_and_go_when_they_are_dropped(patching):
     assert patched.alive, "whoever runs still has them"
     with pytest.raises(ValueError, match="dropped before the request began"):
         patching.acquire([PatchUse("post_block", 0, (3,), 0.0, 1.0, None, None, ("a", (0,)))], 9)
+
+
+def test_rows_that_were_dropped_are_missed_also_where_another_stage_has_the_layer(patching):
+    """All stages give the request up, and the last one is heard."""
+    elsewhere = PatchUse("post_block", 5, (3,), 0.0, 1.0, None, None, ("a", (0,)))
+    patching.keep("a", [], torch.empty(0, 0, HIDDEN))
+    patching.release(patching.acquire([elsewhere], POSITIONS))
+    patching.drop("a")
+    with pytest.raises(ValueError, match=r"of layer 5: the rows .* dropped before the request"):
+        patching.acquire([elsewhere], POSITIONS)

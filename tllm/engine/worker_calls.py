@@ -114,6 +114,7 @@ class WorkerCalls:
         bytes taken. None where this worker has none of them."""
         taken = self._session.call_consumer(PatchRunsConsumer.consumer_id, "take", uid)
         if taken is None:
+            self.keep_rows(uid, {})
             return None
         places, rows = taken
         self._session.patching.keep(uid, places, rows, on_host=on_host)
@@ -123,12 +124,13 @@ class WorkerCalls:
     def keep_rows(
         self, uid: str, rows: Mapping[tuple[str, int | None], npt.NDArray[np.float32]]
     ) -> None:
-        """Keep one row at each of some places, for patches."""
+        """Keep one row at each of some places, for patches. Where other pipeline stages have all of
+        them, it is kept in mind that they were not dropped."""
         patching = self._session.patching
         here = [place for place in rows if patching.has(*place)]
-        if here:
-            values = torch.from_numpy(np.stack([rows[place] for place in here]))
-            patching.keep(uid, here, values[None].to(patching.device, patching.dtype))
+        hidden = self._sites.hidden_size
+        values = np.array([rows[place] for place in here], np.float32).reshape(1, -1, hidden)
+        patching.keep(uid, here, torch.from_numpy(values).to(patching.device, patching.dtype))
 
     def drop_rows(self, uid: str) -> None:
         """Forget rows that were kept, or a run that ended and was not."""

@@ -112,7 +112,8 @@ class Patching:
         """Keep rows for sequences to refer to.
 
         Args:
-            places: hook point and layer of each.
+            places: hook point and layer of each; none where other pipeline stages have all of them,
+                and here it need only be known whether they were dropped.
             rows: `[positions, places, hidden]` on the device, in the model's dtype.
             on_host: keep a copy on the host instead, of which sequences take what they need.
 
@@ -151,7 +152,8 @@ class Patching:
     def acquire(self, uses: Sequence[PatchUse], prompt_len: int) -> PatchedRows:
         """Patch rows for what a sequence asks; to be given back with `release`.
 
-        Raises `ValueError` for rows that are not kept any more.
+        Raises `ValueError` for rows that are not kept any more, those of other pipeline stages too:
+        a request ends only by what the last one says.
         """
         from_end = any(position < 0 for use in uses for position in use.positions)
         key = prompt_len if from_end else -1, tuple(use.digest for use in uses)
@@ -184,6 +186,7 @@ class Patching:
         alive: list[torch.Tensor] = []
         at: dict[tuple[int, int], list[npt.NDArray[np.int32]]] = defaultdict(list)
         for use in uses:
+            self._check_kept(use)
             tap = self._resolve(use.hook, use.layer)
             if tap in self._taps.index:  # else another pipeline stage has the layer
                 words = self._words(use, tap, alive)
@@ -206,6 +209,13 @@ class Patching:
         self._points.update(point for point, _ in patched.entries)
         self.stale = True
         return patched
+
+    def _check_kept(self, use: PatchUse) -> None:
+        if use.kept is not None and use.kept[0] not in self._kept:
+            raise ValueError(
+                f"patch at {use.hook!r} of layer {use.layer}: the rows that it names were dropped "
+                "before the request began; keep them until it has ended"
+            )
 
     def _words(
         self, use: PatchUse, tap: TapKey, alive: list[torch.Tensor]
@@ -232,12 +242,7 @@ class Patching:
         hidden, count = self._taps.hidden_size, len(use.positions)
         if use.kept is not None:
             uid, rows = use.kept
-            kept = self._kept.get(uid)
-            if kept is None:
-                raise ValueError(
-                    f"patch at {use.hook!r} of layer {use.layer}: the rows that it names were "
-                    "dropped before the request began; keep them until it has ended"
-                )
+            kept = self._kept[uid]
             place, places = kept.places[tap], len(kept.places)
             if kept.on_host:
                 chosen = kept.rows[list(rows), place]
