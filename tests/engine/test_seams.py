@@ -132,7 +132,7 @@ def test_attributes_that_are_set_on_objects_of_vllm_are_registered() -> None:
     assert {"_model_forward", "process_outputs", "find_longest_cache_hit", "sample"} <= seen
 
 
-_OURS = {"scheduler_output", "requests_held_back", "count_all_drafts"}
+_OURS = {"scheduler_output", "requests_held_back", "requests_preempted", "count_all_drafts"}
 """Attributes that are set on objects of our own."""
 
 _REPLACERS = {"setattr": 1, "_override_when_observed": 1}

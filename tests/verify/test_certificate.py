@@ -87,8 +87,18 @@ def test_an_engine_that_is_right_is_certified(llm: Any, reference: Reference) ->
     batches = {batch.name: batch for batch in certificate.batches}
     assert batches["mixed"].cached_tokens
     assert batches["mixed"].chunked
-    assert batches["mixed, again"].preemptions
+    assert batches["mixed, again"].preemptions and not batches["patched"].preemptions
     assert batches["prompts"].samples == 3
+
+
+def test_each_request_that_was_preempted_counts(llm: Any) -> None:
+    verifier = Verifier(llm, Certificate("tiny", "transformers"), points=POINTS)
+    asks = [Ask([5, 6, 7], None), Ask([8, 9], None), Ask([5, 8], None, max_tokens=1)]
+    counted = [
+        verifier.serve("mixed", given, preempts=preempts)[0].preemptions
+        for given, preempts in ((asks, True), (asks, False), (asks[-1:], True))
+    ]
+    assert counted == [2, 0, 0]
 
 
 def test_a_point_that_was_named_and_is_not_there_is_not_checked(llm: Any) -> None:

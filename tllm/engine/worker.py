@@ -328,14 +328,17 @@ class InterventionWorker(_Base):
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         turns = vars(scheduler_output).get("tllm_turns")
         takes_turns = turns is not None and bool(turns.engine_ids)
+        preempted = scheduler_output.preempted_req_ids
         others = scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs
-        others = others or takes_turns or scheduler_output.preempted_req_ids
+        others = others or takes_turns or preempted
         if drawn_anew := vars(scheduler_output).get("tllm_drawn_anew"):
             self._attachment.draw_anew(drawn_anew)
         steps = self.session.steps
         steps.end(wait=bool(others) and (takes_turns or self._waits_for_drafts(scheduler_output)))
         self._attachment.track(scheduler_output)
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
+        if preempted:
+            self.session.requests_preempted += len(preempted)
         held_back = vars(scheduler_output).get("tllm_held_back")
         if held_back is not None:
             self.session.requests_held_back = held_back

@@ -60,9 +60,11 @@ class Session:
         steps: what is done with them.
         steering, patching: what tokens can be steered and patched with.
         requests_held_back: those that wait for room in the steering tables, as the scheduler says.
+        requests_preempted: how often the scheduler said that it took a running one from the device.
     """
 
     requests_held_back = 0
+    requests_preempted = 0
 
     def __init__(
         self,
@@ -284,6 +286,7 @@ class Session:
             "patch_host_mib": self.patching.kept_bytes(on_host=True) / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
             "requests_held_back": self.requests_held_back,
+            "requests_preempted": self.requests_preempted,
             "by_consumer": {
                 owner.id: owner.counters() | self._decided_by(owner) for owner in self.consumers
             },

@@ -91,7 +91,7 @@ class BatchFigures:
     """One batch of requests.
 
     Attributes:
-        preemptions: how often all running requests were preempted.
+        preemptions: how often a running request was preempted.
         chunked: prompts that were computed in several steps.
         cached_tokens: prompt tokens that the prefix cache served.
         on_edge: sequences that were not compared: the score of one of their tokens lies so near to

@@ -279,13 +279,13 @@ class Verifier:
         for request_id, ask in zip(names, asks, strict=True):
             engine.add_request(request_id, {"prompt_token_ids": ask.prompt}, self._params(ask))
         ended: dict[str, Any] = {}
-        steps = 0
+        steps, preempted = 0, self._preempted()
         while engine.has_unfinished_requests():
             ended |= {output.request_id: output for output in engine.step() if output.finished}
             steps += 1
             if preempts and steps in PREEMPTED_AT and engine.has_unfinished_requests():
                 engine.reset_prefix_cache(reset_running_requests=True)
-                figures.preemptions += 1
+        figures.preemptions = self._preempted() - preempted
         self.llm.wait_for_results(ended.values())
         sequences = []
         for number, (request_id, ask) in enumerate(zip(names, asks, strict=True)):
@@ -298,6 +298,10 @@ class Verifier:
                 figures.tokens += len(completion.token_ids)
         figures.samples = len(sequences)
         return figures, sequences
+
+    def _preempted(self) -> int:
+        """How often a running request was, since the engine began."""
+        return int(self.llm.intervention_stats()[0]["requests_preempted"])
 
     def _params(self, ask: Ask) -> SamplingParams:
         capture = None
