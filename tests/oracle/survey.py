@@ -13,6 +13,7 @@ puts what a GPU found there, too. Multimodal models, and Qwen 3.5, need torchvis
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -21,9 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -471,7 +473,7 @@ def _not_compared(seen: set[str]) -> list[str]:
     served = registry._TEXT_GENERATION_MODELS | registry._TRANSFORMERS_SUPPORTED_MODELS
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     rows = [
-        f"| `{name}` | {_said_by_the_table(served[name][0])} | "
+        f"| `{name}` | {_said_by_the_table(name, served)} | "
         f"{'no tiny model of it was made' if name in known else 'no reference here'} |"
         for name in served
         if name not in seen and name.endswith(("LM", "Model"))
@@ -498,16 +500,58 @@ def _not_compared(seen: set[str]) -> list[str]:
     ]
 
 
-def _said_by_the_table(module: str) -> str:
-    """What the table of families says of a model that this module of vLLM implements."""
+def _said_by_the_table(name: str, served: Mapping[str, tuple[str, str]]) -> str:
+    """What the table of families says of an architecture.
+
+    Args:
+        served: of each architecture, the module of vLLM that implements it, and its class there.
+    """
     from tllm.models.families import FAMILIES
 
-    short = module.rpartition(".")[2]
+    module, class_name = served[name]
+    others = {other for _, other in served.values()} - {class_name}
+    inherited = {each: _forward_of(module, each) for each in _classes(module).keys() - others}
+    known = {module.rpartition(".")[2], inherited.pop(class_name, "").split(".")[0]}
     for row in FAMILIES:
-        if short in (row.stack.split(".")[0], row.block.split(".")[0], row.name):
+        files = {row.stack.split(".")[0], row.block.split(".")[0], row.name}
+        if known & files or row.stack in inherited.values():
             reason = row.layout[HookPoint.POST_BLOCK]
             return f"refused: {reason}" if isinstance(reason, str) else "tapped, by its row"
     return "looked at when it is loaded"
+
+
+def _forward_of(module: str, name: str) -> str:
+    """`file.Class` of the class in vLLM's models whose `forward` a class runs; "" for none."""
+    classes = _classes(module)
+    if name not in classes:
+        return ""
+    definition, imported = classes[name]
+    if any(
+        isinstance(node, ast.FunctionDef) and node.name == "forward" for node in definition.body
+    ):
+        return f"{module}.{name}"
+    bases = [ast.unparse(base) for base in definition.bases]
+    return next(filter(None, (_forward_of(imported.get(base, module), base) for base in bases)), "")
+
+
+@cache
+def _classes(module: str) -> dict[str, tuple[ast.ClassDef, dict[str, str]]]:
+    """By name, those that a file of vLLM's models defines, and from which file it imports what.
+
+    It is read, and not imported, which some of them cannot be without a GPU or torchvision."""
+    import vllm
+
+    path = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
+    if not path.exists():
+        return {}
+    body = ast.parse(path.read_text()).body
+    imported = {
+        alias.name: node.module.rpartition(".")[2]
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    return {node.name: (node, imported) for node in body if isinstance(node, ast.ClassDef)}
 
 
 def _table(title: str, text: str, columns: Sequence[str], rows: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,11 @@ def test_document_says_what_was_found_and_where() -> None:
     assert "| `WrongForCausalLM` (wrong) | 1e-01 | 2e-01 |" in text
     assert "| absent | no kernel |" in text
     assert "`SolarForCausalLM`" in text
+    said = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \| no reference here \|$", text, re.MULTILINE))
+    by_its_row = "TeleChat2", "MistralLarge3", "SarvamMoE", "LongcatFlashNgram", "Step3p5"
+    assert {said[f"{name}ForCausalLM"] for name in by_its_row} == {"tapped, by its row"}
+    at_load = "SarvamMLA", "K2Horizon", "HCXVisionV2"
+    assert {said[f"{name}ForCausalLM"] for name in at_load} == {"looked at when it is loaded"}
 
 
 def test_page_is_what_was_found() -> None:
