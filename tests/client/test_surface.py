@@ -684,6 +684,16 @@ def test_an_embedding_of_gated_rows_is_that_of_rows_steered_by_hand(pairs):
     assert torch.allclose(torch.tensor(gated.signals["gate"].scores), scores, rtol=1e-4, atol=1e-3)
 
 
+def test_a_score_of_rows_that_are_not_finite_any_more_is_refused(pairs):
+    """It is made of two requests, and has no place for the results of either."""
+    llm = pairs["embedder"][1]
+    large = {"post_block": dict.fromkeys((1, 2), [1.5e18, 0.0] * 64)}
+    params = PoolingParams(steering_vectors=large)
+    with pytest.raises(ValueError, match="is not finite any more at the end of the network"):
+        llm.score(TEXTS[0], TEXTS[1:], pooling_params=params, use_tqdm=False)
+    assert len(llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)) == 2
+
+
 def test_beams_whose_rows_are_not_finite_any_more_are_refused(pairs):
     """As requests end with an error; a beam is none that could say so."""
     llm = pairs["generator"][1]

@@ -26,7 +26,7 @@ from tllm.client.arguments import (
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration, check_alone
-from tllm.client.results import hand_on
+from tllm.client.results import check_steered, hand_on
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
 from tllm.engine.async_front import front_ends_of
@@ -129,7 +129,8 @@ class LLM(Attached, OfflineFront, vllm.LLM):
     @_as(vllm.LLM.score)
     def score(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's. Two texts that a model embeds one by one are two requests, and their score has
-        no place for the captures of both: `encode` gives them."""
+        no place for the captures of both: `encode` gives them. Raises `RefusedError` where one of
+        them could not be steered."""
         if not self.scores_in_one_pass:
             self._refuse_results(
                 asked_of(kwargs.get("pooling_params")),
@@ -138,7 +139,10 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             )
         with self._front.together() as pooled:
             outputs = super().score(*args, **kwargs)
-        return hand_on(pooled, outputs) if self.scores_in_one_pass else outputs
+        if self.scores_in_one_pass:
+            return hand_on(pooled, outputs)
+        check_steered(pooled)
+        return outputs
 
     @_as(vllm.LLM.beam_search)
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,11 @@ from typing import Any, Literal
 import cloudpickle
 from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 
+from tllm.engine.refusals import RefusedError
 from tllm.ports import ActionLog, Payload
 from tllm.ports.payload import cut, reason_of
+from tllm.runtime.broken_sequences import NOT_FINITE
+from tllm.spec.groups import STEERING
 from tllm.spec.patching import PATCHING, RequestPatch
 
 logger = logging.getLogger(__name__)
@@ -309,6 +312,15 @@ def hand_on(pooled: Iterable[Any], outputs: Sequence[Any]) -> Any:
             if name != "tllm_request":
                 setattr(output.outputs, name, value)
     return outputs
+
+
+def check_steered(pooled: Iterable[Any]) -> None:
+    """Raises `RefusedError` where rows of a pooled request are not as it asked: for whoever makes
+    something else of the outputs, which has no place for their results."""
+    for output in pooled:
+        for name, result in output.consumer_results.items():
+            if result.error == NOT_FINITE or (name == STEERING and result.status == "error"):
+                raise RefusedError(result.error)
 
 
 def set_result(output: Any, sample: Any, name: str, result: ConsumerResult) -> None:
