@@ -44,6 +44,7 @@ from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, Sampler, TokenTarget
 from tllm.runtime.kernels import tap
 from tllm.runtime.steps import Steps
+from tllm.spec.request import RequestSpec
 
 FEW = DRAWN
 LENGTHS = [30, 20, 40, 25, 35, 3]
@@ -1109,3 +1110,26 @@ def test_rows_of_drafts_that_the_engine_drops_are_nobodys(drafting, reference, d
         for position, row in zip(rows.positions.tolist(), rows.tensor, strict=True):
             assert error_of(row, states[AT][position]) < RELATIVE
     drafts.assert_some_came_true()
+
+
+def test_an_input_that_a_guide_serves_is_guided_also_where_the_first_one_was_not(guidable):
+    guide = guidable.register_consumer(Guide(boost=1000.0))
+    lanes, scheduler = DrivenLanes(guidable), guidable.llm_engine.engine_core.engine_core.scheduler
+    [prompt] = prompts_of([12], seed=41)
+
+    def add(tokens, enabled):
+        spec = RequestSpec("session", consumers={"guide": {"enabled": enabled}}, guided=enabled)
+        asked = sampled(4, top_k=9, extra_args={"tllm": spec.to_wire()})
+        lanes.add(lanes.request("session", tokens, asked, resumable=True))
+
+    add(prompt, False)
+    lanes.run()
+    assert not guide.seen
+    add([5, 6], True)
+    lanes.run()
+    first = scheduler.requests["session"].num_prompt_tokens - 1
+    assert [row.position for row in guide.seen] == list(range(first, first + 4))
+    lanes.abort("session")
+    while scheduler.has_requests():
+        lanes.step()
+    lanes.close()
