@@ -1,6 +1,7 @@
 """Who leaves while the workers are called, or interrupts a call, leaves nothing behind."""
 
 import asyncio
+import sys
 import time
 from types import SimpleNamespace
 
@@ -167,6 +168,55 @@ def test_an_interrupt_waits_until_all_rows_are_dropped(workers):
     with pytest.raises(KeyboardInterrupt):
         drive(workers.keeping.forget(kept), do)
     assert len(kept) == 3 and not workers.rows and not workers.client.registered.patches.kept
+
+
+def interrupted(run, frame_of, line):
+    """Run, with an interrupt as this line of a function's frame begins; whether there was one."""
+    lines = 0
+
+    def of_lines(frame, event, arg):
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == line:
+                raise KeyboardInterrupt
+        return of_lines
+
+    sys.settrace(lambda frame, event, arg: of_lines if frame.f_code is frame_of.__code__ else None)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return lines >= line
+
+
+def test_an_interrupt_between_two_steps_is_theirs():
+    asked, ended, abandoned = [], [], []
+
+    def steps():
+        try:
+            yield 0
+            yield 1
+            yield 2
+        except GeneratorExit:
+            abandoned.append(line)
+            raise
+        finally:
+            ended.append(True)
+            yield "the last"
+
+    def do(step):
+        asked.append(step)
+        return step
+
+    line = 1
+    while interrupted(lambda: drive(steps(), do), drive, line):
+        assert bool(ended) == bool(asked), (line, asked)
+        del asked[:], ended[:]
+        line += 1
+    assert line > 10 and asked == [0, 1, 2, "the last"] and not abandoned
 
 
 def test_a_conversation_that_nobody_entered_takes_no_place(workers, monkeypatch):

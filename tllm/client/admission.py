@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from tllm.client.built_in import BUILT_IN
-from tllm.client.calls import ALONE, TOGETHER, Steps, WorkerCall
+from tllm.client.calls import ALONE, LEAVING, TOGETHER, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
 from tllm.client.consumer_uses import ConsumerUses
 from tllm.client.held import HeldByWorkers
@@ -168,7 +167,7 @@ class RequestAdmission:
                 *(named.owner, named.most, kept),
             )
             answers = yield WorkerCall("enter_conversation", given)
-        except asyncio.CancelledError:
+        except LEAVING:
             self._held.release(prepared.prompt_id)
             # Nobody hears where it is, and the workers have entered it all the same: entering it
             # again says where, and both leave.

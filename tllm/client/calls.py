@@ -11,6 +11,8 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from enum import Enum
+from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
@@ -48,23 +50,29 @@ class Alone(Enum):
 
 ALONE, TOGETHER = Alone.ALONE, Alone.TOGETHER
 
+LEAVING = (asyncio.CancelledError, KeyboardInterrupt)
+"""Raised by who waits no more for the workers, which may do all the same what they were asked."""
+
 Steps: TypeAlias = Generator[WorkerCall | Pause | Alone, Any, _T]
 
 
 def drive(steps: Generator[_Step, Any, _T], do: Callable[[_Step], Any]) -> _T:
-    """Take steps to their end: each is done, and what came of it, or was raised, is theirs."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = do(step)
-            except BaseException as error:
-                step = steps.throw(error)
+    """Take steps to their end: each is done, and what came of it, or was raised, is theirs; also an
+    interrupt that comes between two of them."""
+    advance: Callable[[], _Step] = partial(next, steps)
+    while True:
+        try:
+            while True:
+                step = advance()
+                advance = partial(steps.send, do(step))
+        except BaseException as error:
+            if getgeneratorstate(steps) != GEN_CLOSED:
+                advance = partial(steps.throw, error)
+            elif isinstance(error, StopIteration):
+                result: _T = error.value
+                return result
             else:
-                step = steps.send(answer)
-    except StopIteration as done:
-        result: _T = done.value
-        return result
+                raise
 
 
 async def drive_async(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from tllm.client.calls import Steps, WorkerCall
+from tllm.client.calls import LEAVING, Steps, WorkerCall
 from tllm.client.generation import Generation, Work
 from tllm.client.path_ways import Place
 from tllm.consumers.patch_runs import PatchRunsConsumer
@@ -18,9 +17,6 @@ from tllm.spec.patching import KEPT, KeptRows, RequestPatch
 
 if TYPE_CHECKING:
     from tllm.client.registrations import Registrations
-
-_LEAVING = (asyncio.CancelledError, KeyboardInterrupt)
-"""Raised by who waits no more for the workers, which may do all the same what they were asked."""
 
 
 class RowKeeping:
@@ -48,7 +44,7 @@ class RowKeeping:
             yield from self._registered.change(f"{KEPT}{name}", removed)
             assert found is not None
             yield WorkerCall("drop_rows", (found.uid,))
-        except _LEAVING:
+        except LEAVING:
             if found is not None:
                 yield from self._withdrawn(found)
             raise
@@ -123,7 +119,7 @@ class RowKeeping:
             try:
                 with suppress(ValueError):  # somebody else has dropped it
                     yield self.dropped(each)
-            except _LEAVING as error:
+            except LEAVING as error:
                 left = error
         if left is not None:
             raise left
@@ -168,7 +164,7 @@ class RowKeeping:
 
         try:
             yield from self._registered.change(f"{KEPT}{kept.name}", registered)
-        except _LEAVING:
+        except LEAVING:
             yield from self._withdrawn(kept)
             raise
 
