@@ -39,6 +39,9 @@ from tllm import (
     clear_consumers,
     register_consumer,
 )
+from tllm.client.results import check_steered
+from tllm.engine.handlers import CheckedEngine
+from tllm.engine.refusals import RefusedError
 
 DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "vllm-surface.md"
 OPTIONS = TINY_ENGINE | {"skip_tokenizer_init": False, "max_model_len": 128}
@@ -46,6 +49,8 @@ del OPTIONS["hook_points"]
 TEXTS = ["hello there", "a b c", "one two three four"]
 CHAT = [{"role": "user", "content": "hello there"}]
 VECTOR = {"post_block": {1: torch.linspace(-3, 3, 128)}}
+TOO_LARGE = {"post_block": dict.fromkeys((1, 2), [1.5e18, 0.0] * 64)}
+"""Each of these vectors is allowed, and what they make of a row together is not finite."""
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
 POOLING = KINDS[1:]
 GREEDY = {"temperature": 0, "max_tokens": 4, "logprobs": 1, "ignore_eos": True}
@@ -466,6 +471,19 @@ async def freed(engine: Any) -> None:
     raise AssertionError(stats)
 
 
+async def refused_broken(engine: Any) -> None:
+    """As an API server has its engine."""
+    checked = CheckedEngine(engine, check_steered)
+    for name, vectors in (("broken", TOO_LARGE), ("whole", None)):
+        outputs = checked.encode(TEXTS[0], PoolingParams(steering_vectors=vectors), name)
+        try:
+            found = [output async for output in outputs]
+        except RefusedError as error:
+            assert name == "broken" and "is not finite any more" in str(error)
+        else:
+            assert name == "whole" and len(found) == 1
+
+
 def both_async(kind: str, ask: Any, params: Any) -> list[Any]:
     return [
         ("steered by request and globally", kind, partial(async_steered_alike, ask, params)),
@@ -488,7 +506,10 @@ ONLINE: dict[str, Method] = {
     "add_request": Method(asked(queued_one), both_async("generator", queued_one, sampling)),
     "encode": Method(
         {kind: partial(encoded_as_kind, kind) for kind in KINDS},
-        [check for kind in POOLING for check in both_async(kind, encoded_async, pooling_of(kind))],
+        [
+            *(c for kind in POOLING for c in both_async(kind, encoded_async, pooling_of(kind))),
+            ("an error over HTTP where it could not be steered", "embedder", refused_broken),
+        ],
     ),
     "abort": Method(asked(aborted), [("its rows and slots are free", "generator", freed)]),
     "check_admission": Method(asked(lambda e: e.check_admission())),
@@ -687,8 +708,7 @@ def test_an_embedding_of_gated_rows_is_that_of_rows_steered_by_hand(pairs):
 def test_a_score_of_rows_that_are_not_finite_any_more_is_refused(pairs):
     """It is made of two requests, and has no place for the results of either."""
     llm = pairs["embedder"][1]
-    large = {"post_block": dict.fromkeys((1, 2), [1.5e18, 0.0] * 64)}
-    params = PoolingParams(steering_vectors=large)
+    params = PoolingParams(steering_vectors=TOO_LARGE)
     with pytest.raises(ValueError, match="is not finite any more at the end of the network"):
         llm.score(TEXTS[0], TEXTS[1:], pooling_params=params, use_tqdm=False)
     assert len(llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)) == 2
@@ -705,8 +725,7 @@ def test_beams_whose_rows_are_not_finite_any_more_are_refused(pairs):
 
 def test_an_embedding_of_rows_that_are_not_finite_any_more_says_so(pairs):
     llm = pairs["embedder"][1]
-    large = {"post_block": dict.fromkeys((1, 2), [1.5e18, 0.0] * 64)}
-    params = [PoolingParams(steering_vectors=large), PoolingParams()]
+    params = [PoolingParams(steering_vectors=TOO_LARGE), PoolingParams()]
     broken, plain = llm.embed(TEXTS[:2], pooling_params=params, use_tqdm=False)
     result = broken.consumer_results["steering"]
     assert result.status == "error" and "is not finite any more" in result.error

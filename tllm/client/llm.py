@@ -141,7 +141,8 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             outputs = super().score(*args, **kwargs)
         if self.scores_in_one_pass:
             return hand_on(pooled, outputs)
-        check_steered(pooled)
+        for output in pooled:
+            check_steered(output)
         return outputs
 
     @_as(vllm.LLM.beam_search)

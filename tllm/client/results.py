@@ -314,13 +314,12 @@ def hand_on(pooled: Iterable[Any], outputs: Sequence[Any]) -> Any:
     return outputs
 
 
-def check_steered(pooled: Iterable[Any]) -> None:
+def check_steered(pooled: Any) -> None:
     """Raises `RefusedError` where rows of a pooled request are not as it asked: for whoever makes
-    something else of the outputs, which has no place for their results."""
-    for output in pooled:
-        for name, result in output.consumer_results.items():
-            if result.error == NOT_FINITE or (name == STEERING and result.status == "error"):
-                raise RefusedError(result.error)
+    something else of its output, which has no place for its results."""
+    for name, result in pooled.consumer_results.items():
+        if result.error == NOT_FINITE or (name == STEERING and result.status == "error"):
+            raise RefusedError(result.error)
 
 
 def set_result(output: Any, sample: Any, name: str, result: ConsumerResult) -> None:

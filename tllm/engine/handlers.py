@@ -38,6 +38,12 @@ for _handler, _create in (
     uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for", since="0.32")
     uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
 uses(
+    "vllm.entrypoints.pooling.base.serving.PoolingBaseServing",
+    "engine_client",
+    "pooled outputs are checked before they make a response",
+    since="0.32",
+)
+uses(
     "vllm.renderers.inputs.preprocess.PromptComponents",
     "token_ids embeds",
     "how many rows a prompt asks for",
@@ -310,6 +316,31 @@ class WatchedEngine:
                 yield output
         finally:
             GENERATED.reset(token)
+
+
+def check_pooled(handler: Any, check: Callable[[Any], None]) -> None:
+    """Let each output of a handler of pooled requests be checked before it makes a response; what
+    the check raises is the request's error."""
+    handler.engine_client = CheckedEngine(handler.engine_client, check)
+
+
+class CheckedEngine:
+    """An engine client whose pooled outputs are checked."""
+
+    def __init__(self, engine: Any, check: Callable[[Any], None]) -> None:
+        self._engine = engine
+        self._check = check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @overrides(
+        "vllm.v1.engine.async_llm.AsyncLLM.encode", "a response over HTTP has no place for results"
+    )
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async for output in self._engine.encode(*args, **kwargs):
+            self._check(output)
+            yield output
 
 
 uses(

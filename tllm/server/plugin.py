@@ -7,7 +7,9 @@ from typing import Any
 
 from tllm.client.attached import Attached
 from tllm.client.llm import attach
+from tllm.client.results import check_steered
 from tllm.engine import versions
+from tllm.engine.handlers import check_pooled
 from tllm.server.bodies import CheckedBodies
 from tllm.server.document import add_fields
 from tllm.server.doors import Door
@@ -22,6 +24,7 @@ from tllm.server.state import ServerState, capture_files
 from tllm.steering import load
 
 _DOORS = ("openai_serving_completion", "openai_serving_chat", "openai_serving_responses")
+_POOLING = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
 
 
 class InterventionPlugin:
@@ -67,6 +70,10 @@ class InterventionPlugin:
             handler = getattr(state, door, None)
             if handler is not None:
                 setattr(state, door, Door(handler, interventions, settings, files, live, limits))
+        for name in _POOLING:
+            handler = getattr(state, name, None)
+            if handler is not None:
+                check_pooled(handler, check_steered)
 
 
 async def _register(interventions: Attached, name: str, path: str) -> None:
