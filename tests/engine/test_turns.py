@@ -73,6 +73,8 @@ def walk_in(engine, reference):
 
 @pytest.fixture
 def walk(llm, reference):
+    if RUNNER == "v1" and llm.llm_engine.engine_core.engine_core.async_scheduling:
+        pytest.skip("an engine of the V1 runner that schedules ahead begins turns anew")  # on a GPU
     yield from walk_in(llm, reference)
 
 
