@@ -53,16 +53,18 @@ def attack_served(model, folder, options, rounds):
     )
 
 
-on_v1 = pytest.mark.skipif(INTERPRETED, reason="the interpreted V2 runner is set up in one process")
+not_interpreted = pytest.mark.skipif(
+    INTERPRETED, reason="the interpreted V2 runner is set up in one process"
+)
 
 
-@on_v1
+@not_interpreted
 @pytest.mark.parametrize("served_by", SERVED)
 def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny_model, tmp_path):
     attack_served(tiny_model, tmp_path, *SERVED[served_by])
 
 
-@on_v1
+@not_interpreted
 @pytest.mark.skipif(not SECONDS, reason="starts two engines; runs by `python -m tests.fuzz`")
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_requests_that_are_served_with_drafts_are_as_without(method, tiny_model, tmp_path):

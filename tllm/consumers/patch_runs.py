@@ -55,7 +55,7 @@ class PatchRunsConsumer(Consumer):
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """As `llm.patching.run` gives them."""
-        if set(options) - {"enabled"} != {"uid", "places"}:
+        if set(options) != {"uid", "places"}:
             raise ValueError(FOR_RUNS_ALONE)
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:

@@ -95,7 +95,7 @@ class SignalsConsumer(ExportingConsumer):
         """`enabled` alone is a user's; `names` are given by the conditions."""
         names = options.get("names", {})
         known = isinstance(names, Mapping) and all(isinstance(n, int) for n in names.values())
-        if not known or set(options) - {"enabled", "names"}:
+        if not known or set(options) - {"names"}:
             raise ValueError(
                 f"consumers['signals'] is {dict(options)!r:.80}; it takes only 'enabled', and "
                 "names its signals as the conditions of steering are named"

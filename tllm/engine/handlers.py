@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
@@ -318,10 +318,14 @@ class WatchedEngine:
             GENERATED.reset(token)
 
 
-def check_pooled(handler: Any, check: Callable[[Any], None]) -> None:
-    """Let each output of a handler of pooled requests be checked before it makes a response; what
-    the check raises is the request's error."""
-    handler.engine_client = CheckedEngine(handler.engine_client, check)
+def check_pooled(handlers: Iterable[Any], check: Callable[[Any], None]) -> None:
+    """Let each output of handlers of pooled requests, among others, be checked before it makes a
+    response; what the check raises is the request's error."""
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+
+    for handler in handlers:
+        if isinstance(handler, PoolingBaseServing):
+            handler.engine_client = CheckedEngine(handler.engine_client, check)
 
 
 class CheckedEngine:

@@ -24,7 +24,6 @@ from tllm.server.state import ServerState, capture_files
 from tllm.steering import load
 
 _DOORS = ("openai_serving_completion", "openai_serving_chat", "openai_serving_responses")
-_POOLING = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
 
 
 class InterventionPlugin:
@@ -70,10 +69,7 @@ class InterventionPlugin:
             handler = getattr(state, door, None)
             if handler is not None:
                 setattr(state, door, Door(handler, interventions, settings, files, live, limits))
-        for name in _POOLING:
-            handler = getattr(state, name, None)
-            if handler is not None:
-                check_pooled(handler, check_steered)
+        check_pooled(vars(state)["_state"].values(), check_steered)
 
 
 async def _register(interventions: Attached, name: str, path: str) -> None:
