@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from oracle import families
+from two_workers import skip_without_two_workers
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from logprobs.asking import (
@@ -79,6 +81,8 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory, shared_lm, forked_processes):
     engine_opts, options, environment = KINDS[request.param]
+    if "tensor_parallel_size" in engine_opts and torch.cuda.is_available():
+        skip_without_two_workers()
     path = str(families.save(request.param, tmp_path_factory.mktemp(request.param)))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
