@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import random
 
 import pytest
@@ -248,6 +250,9 @@ def test_an_idle_lane_gives_its_place_back_and_goes_on(lm):
 def test_what_a_lane_cannot_do_is_refused(lm):
     async def run():
         lane = lm.open([1] * 254)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*fork\(\) gives"):
+                copied(lane)
         with pytest.raises(ValueError, match="at least one token"):
             lane.feed()
         with pytest.raises(ValueError, match=r"feed\(\) has token 5000"):

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import multiprocessing
 import threading
 import weakref
 from pathlib import Path
@@ -417,6 +418,62 @@ def test_a_loop_that_ends_while_its_model_is_cleaned_up_is_no_error(monkeypatch)
         thread.join(10)
         assert not thread.is_alive()
     assert (raised, ended) == ([], [True])
+
+
+async def nothing():
+    pass
+
+
+def test_a_loop_that_does_not_run_is_an_error_and_not_a_wait():
+    loop = asyncio.new_event_loop()
+    engine_loop = EngineLoop(loop)
+    mailbox = Mailbox(engine_loop, None, None, 20, 0.02)
+    try:
+        for wait in (
+            lambda: engine_loop.run(nothing()),
+            lambda: engine_loop.call(dict),
+            lambda: asyncio.run(engine_loop.wait_for(nothing())),
+            lambda: asyncio.run(mailbox.ask([Query.of((5,))], [None])),
+        ):
+            with pytest.raises(RuntimeError, match=r"does not run.*ask on that loop"):
+                wait()
+        assert loop.run_until_complete(engine_loop.wait_for(nothing())) is None
+    finally:
+        loop.close()
+
+
+def test_a_forked_process_does_not_wait_for_the_loop_of_another():
+    engine_loop = EngineLoop()
+    process = multiprocessing.get_context("fork").Process(target=ask_from_fork, args=(engine_loop,))
+    process.start()
+    process.join(30)
+    process.kill()
+    engine_loop.end(nothing)
+    assert process.exitcode == 0
+
+
+def ask_from_fork(engine_loop):
+    with pytest.raises(RuntimeError, match=r"was forked from.*make a model here"):
+        engine_loop.run(nothing())
+    engine_loop.end(nothing)  # as when the process ends
+
+
+def test_queries_are_cancelled_while_others_are_asked():
+    """From another thread: those that wait may be others at any time."""
+    engine_loop = EngineLoop()
+    mailbox = Mailbox(engine_loop, None, lambda waiters: None, 20, 0.02)
+
+    class Asked:
+        waiters = ()
+
+        @property
+        def of_lanes(self):
+            mailbox._waiting.add(Asked())
+            return True
+
+    mailbox._waiting.update([Asked(), Asked()])
+    mailbox.reset()
+    engine_loop.end(nothing)
 
 
 def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts():

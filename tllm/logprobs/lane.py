@@ -143,6 +143,12 @@ class Lane:
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a lane cannot be copied or pickled, since its place in the engine is its own; fork() "
+            "gives another with the same tokens"
+        )
+
     def __del__(self) -> None:
-        if not self._closed and not self._loop.closed and self._loop.loop.is_running():
+        if not self._closed and self._loop.is_ours and self._loop.loop.is_running():
             self._loop.post(self._service.abandon, self._holder)

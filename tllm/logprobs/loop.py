@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -16,6 +17,14 @@ from tllm.logprobs.query import Answer, AnswerRows, Query
 T = TypeVar("T")
 
 _AFTER_CLEANUP = "cleanup() was called: this model has no engine any more; make another"
+_ELSEWHERE = (
+    "this process was forked from the one that the model belongs to, and reaches no engine; make a "
+    "model here, or ask in that process"
+)
+_NOT_RUNNING = (
+    "the event loop that the engine was started on does not run, so that nobody would answer; ask "
+    "on that loop, or while it runs"
+)
 
 
 class EngineLoop:
@@ -27,12 +36,13 @@ class EngineLoop:
 
     Attributes:
         closed: set by whoever cleans up; from then on the methods for callers raise
-            `RuntimeError`.
+            `RuntimeError`, as they do in a process that was forked.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = loop or asyncio.new_event_loop()
         self.closed = False
+        self._process = os.getpid()
         self._background: set[asyncio.Task[Any]] = set()
         self._thread: threading.Thread | None = None
         if loop is None:
@@ -53,13 +63,16 @@ class EngineLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for its result, anywhere else."""
-        if self.closed or self.inside:
+        try:
+            self.check_runs()
+            if self.inside:
+                raise RuntimeError(
+                    "called from the engine's own event loop, which would wait for itself; await "
+                    "the form without _sync, or asyncio.to_thread(...) of what has none"
+                )
+        except RuntimeError:
             work.close()
-            self.check_open()
-            raise RuntimeError(
-                "called from the engine's own event loop, which would wait for itself; await the "
-                "form without _sync, or asyncio.to_thread(...) of what has none"
-            )
+            raise
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def call(self, function: Callable[[], T]) -> T:
@@ -75,9 +88,11 @@ class EngineLoop:
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that runs there, on any loop."""
-        if self.closed:
+        try:
+            self.check_runs()
+        except RuntimeError:
             work.close()
-            self.check_open()
+            raise
         if self.inside:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -96,15 +111,26 @@ class EngineLoop:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was made in this process, and nobody has cleaned up."""
+        return not self.closed and self._process == os.getpid()
+
     def check_open(self) -> None:
-        if self.closed:
-            raise RuntimeError(_AFTER_CLEANUP)
+        if not self.is_ours:
+            raise RuntimeError(_AFTER_CLEANUP if self.closed else _ELSEWHERE)
+
+    def check_runs(self) -> None:
+        """Raise `RuntimeError` where whoever waited for an answer would wait for ever."""
+        self.check_open()
+        if self._thread is None and not self.loop.is_running():
+            raise RuntimeError(_NOT_RUNNING)
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run what remains to be done there, and end the thread if it is our own. Returns when
         that is done; on the loop itself, at once."""
         self.closed = True
-        if not self.loop.is_running():
+        if self._process != os.getpid() or not self.loop.is_running():
             return
         if self.inside:  # where the last reference was dropped
             threading.Thread(target=self.end, args=(last,)).start()
@@ -299,7 +325,7 @@ class Mailbox:
         self, queries: Sequence[Query], holders: Sequence[Holder | None]
     ) -> Sequence[Answer]:
         """The answers to queries, on any loop: of lanes, or of none."""
-        self._loop.check_open()
+        self._loop.check_runs()
         loop = asyncio.get_running_loop()
         pending = PendingQueries(queries, holders, loop, self._deliver)
         self._waiting.add(pending)
@@ -307,7 +333,7 @@ class Mailbox:
         try:
             return await pending.future
         except asyncio.CancelledError:
-            if not self._loop.closed:
+            if self._loop.is_ours and not self._loop.loop.is_closed():
                 self._loop.post(self._cancel, pending.waiters)
             raise
         finally:
@@ -342,7 +368,8 @@ class Mailbox:
 
     def reset(self) -> None:
         """Cancel all who wait, but lanes, and what they asked of the engine."""
-        waiting = [pending for pending in self._waiting if not pending.of_lanes]
+        # A list of all first, in one go: others ask meanwhile.
+        waiting = [pending for pending in list(self._waiting) if not pending.of_lanes]
         for pending in waiting:
             if not pending.loop.is_closed():
                 pending.loop.call_soon_threadsafe(pending.future.cancel)
