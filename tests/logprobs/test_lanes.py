@@ -247,6 +247,49 @@ def test_an_idle_lane_gives_its_place_back_and_goes_on(lm):
     assert agrees(asyncio.run(run()), lm.next_token_logprobs_sync([40, 41, 42]))
 
 
+@pytest.mark.parametrize("alone", ["captured", "no prefix cache"])
+def test_blocks_that_lanes_do_not_share_are_counted_for_each(lm, monkeypatch, alone):
+    """Those that wait for a token would hold blocks that the others need."""
+    asked = {"capture": {"memory": {"hooks": {"post_block": [1]}}}} if alone == "captured" else {}
+    if not asked:
+        config = lm.engine.vllm_config.cache_config
+        monkeypatch.setattr(config, "enable_prefix_caching", False)
+    lanes = [lm.open([*range(2, 72), last], **asked) for last in (5, 6, 7)]
+    lm.batch_next_sync(lanes)
+    held = lm.stats()["kept_blocks"]
+    for lane in lanes:
+        lane.close_sync()
+    assert held == 3 * 3
+
+
+def test_lanes_with_captures_do_not_wait_for_blocks_that_others_hold(lm, monkeypatch):
+    """Together they need 56 blocks of 31."""
+    monkeypatch.setattr(lm._service._admission, "_idle_seconds", 3600.0)
+    asked = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
+
+    async def run():
+        lanes = [lm.open([*range(2, 202)], **asked) for _ in range(PLACES)]
+        for token in (5, 6):
+            for lane in lanes:
+                lane.feed(token)
+            rows = await asyncio.wait_for(lm.batch_next(lanes), 120)
+        await gathered(lane.close() for lane in lanes)
+        return rows
+
+    expected = lm.next_token_logprobs_sync([*range(2, 202), 5, 6])
+    assert all(agrees(row, expected) for row in asyncio.run(run()))
+
+
+def test_a_long_completion_takes_no_more_than_the_engine_has(lm):
+    """Lanes that are idle keep their places beside it, however much is allowed."""
+    parked = lm.stats()["parked"]
+    lane = lm.open([40, 41])
+    lane.next_sync()
+    asyncio.run(lm.sample([5], 10**6))
+    assert lm.stats()["parked"] == parked
+    lane.close_sync()
+
+
 def test_what_a_lane_cannot_do_is_refused(lm):
     async def run():
         lane = lm.open([1] * 254)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
-from tllm.engine.capacity import BlockLedger
+from tllm.engine.capacity import BlockLedger, Capacity
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
 from tllm.logprobs.addresses import Addresses
 from tllm.logprobs.arena import Arena
@@ -356,6 +356,22 @@ def test_blocks_are_counted_once_when_they_are_shared():
     for holding in (one, two, other, one):
         ledger.close(holding)
     assert ledger.used == 0
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(None, 31), (1024, 31), (315, 9)])
+def test_layers_with_several_windows_leave_room_for_fewer_tokens(tokens, blocks):
+    """As vLLM counts them: a sequence of Gemma 2 has blocks for each window."""
+    cache = SimpleNamespace(num_gpu_blocks=32, block_size=32, kv_cache_size_tokens=tokens)
+    config = SimpleNamespace(cache_config=cache, scheduler_config=SimpleNamespace(max_num_seqs=8))
+    assert Capacity.of(config) == Capacity(8, blocks, 32)
+
+
+def test_the_block_of_a_prompts_last_token_is_each_requests_own():
+    """vLLM computes that token for each, and with it the block, also one that is full."""
+    ledger = BlockLedger(4)
+    for holding in [ledger.open(None, range(8)) for _ in range(3)]:
+        ledger.grow(holding, 8)
+    assert ledger.used == 1 + 3 * 2
 
 
 def test_equal_interventions_have_equal_keys():

@@ -17,6 +17,12 @@ uses(
     "requests that wait for their next token leave room in the KV cache",
 )
 uses(
+    "vllm.config.CacheConfig",
+    "kv_cache_size_tokens",
+    "requests that wait leave room in the KV cache of layers with several windows",
+    since="0.32",
+)
+uses(
     "vllm.config.SchedulerConfig",
     "max_num_seqs",
     "requests that wait for their next token leave places to others",
@@ -30,7 +36,8 @@ class Capacity:
 
     Attributes:
         sequences: that run at once.
-        blocks: of the KV cache; vLLM keeps one for itself.
+        blocks: of the KV cache, by what a sequence has of them for its tokens; vLLM keeps one for
+            itself.
         block_size: tokens of a block.
     """
 
@@ -42,7 +49,11 @@ class Capacity:
     def of(cls, vllm_config: Any) -> Capacity:
         """As vLLM's own configuration says."""
         cache = vllm_config.cache_config
-        blocks = max(1, (cache.num_gpu_blocks or 1) - 1)
+        blocks = (cache.num_gpu_blocks or 1) - 1
+        # Where layers have other windows than others, a sequence has blocks for each kind of them.
+        if (tokens := getattr(cache, "kv_cache_size_tokens", None)) is not None:
+            blocks = min(blocks, tokens // cache.block_size)
+        blocks = max(1, blocks)
         return cls(vllm_config.scheduler_config.max_num_seqs, blocks, cache.block_size)
 
 
@@ -57,8 +68,8 @@ class HeldBlocks:
     """Blocks of one request.
 
     Attributes:
-        shared: keys of the blocks that were full when it began: the prefix cache gives them to
-            every request with the same beginning.
+        shared: keys of the blocks that were full before the last token that it began with: the
+            prefix cache gives them to every request with the same beginning.
     """
 
     shared: tuple[Hashable, ...]
@@ -92,7 +103,8 @@ class BlockLedger:
         size = self._block_size
         shared: list[Hashable] = []
         key: Hashable = root
-        for end in range(size, len(tokens) + 1, size):
+        # vLLM computes the last token of every request itself, with all that is in its block.
+        for end in range(size, len(tokens), size):
             # A chain of hashes: equal keys mean equal beginnings.
             key = hash((key, tuple(tokens[end - size : end])))
             shared.append(key)

@@ -13,6 +13,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from tllm.client.llm import AsyncLLM
+from tllm.consumers.base import Consumer
 from tllm.engine.bulk import BulkItem
 from tllm.engine.processes import gone, processes_of
 from tllm.engine.verdicts import check_goes_on
@@ -185,14 +186,21 @@ class Service:
 
     def written(self, query: Query) -> bool:
         """Whether a consumer may change the rows of this query, in ways that are not known."""
-        asked = query.interventions.asked.consumers
         return any(
             write.port == "residual_stream"
-            for name, consumer in self.engine.consumers.items()
-            if asked.get(name, {}).get("enabled", name in asked or not consumer.on_request_only)
+            for consumer in self._serving(query)
             for flow in consumer.flows()
             for write in flow.writes
         )
+
+    def _serving(self, query: Query) -> list[Consumer]:
+        """The consumers that are told of a query, but the one that answers it."""
+        asked = query.interventions.asked.consumers
+        return [
+            consumer
+            for name, consumer in self.engine.consumers.items()
+            if asked.get(name, {}).get("enabled", name in asked or not consumer.on_request_only)
+        ]
 
     # -- in bulk -------------------------------------------------------------------------------
 
@@ -252,7 +260,8 @@ class Service:
             raise ValueError(does_nothing(what))
 
     async def _generate(self, query: Query, params: vllm.SamplingParams) -> Any:
-        blocks = self._admission.enter(len(query.tokens) + (params.max_tokens or 1))
+        tokens = min(len(query.tokens) + (params.max_tokens or 1), self._max_tokens + 1)
+        blocks = self._admission.enter(tokens)
         last = None
         try:
             self._computed += 1
@@ -360,9 +369,11 @@ class Service:
                 "positions, or ask with next_token_logprobs()"
             )
         adapter = None if query.lora is None else query.lora.lora_int_id
-        # A consumer that writes makes the blocks nobody else's.
+        # A consumer that writes makes the blocks nobody else's, and what one reads is computed for
+        # each request; without a prefix cache all is.
         root: Hashable = adapter, self.engine.steering.version, query.interventions.key
-        if self.written(query):
+        alone = query.interventions.results or self._serving(query)
+        if alone or not self.engine.vllm_config.cache_config.enable_prefix_caching:
             root = object()
         request = self._admission.keep(root, query.tokens)
         self._kept.add(request)
