@@ -288,6 +288,32 @@ def test_a_consumer_that_writes_is_never_answered_from_the_cache(lm, reference):
     assert plain.shape == (VOCAB,)
 
 
+def test_lanes_hear_of_a_consumer_that_writes_as_queries_do(lm, reference):
+    """Also those that were open before, whether they have kept their place or not."""
+
+    async def run():
+        async with lm.open(PROMPT) as lane:
+            found = [await lane.next()]
+            await asyncio.to_thread(lm.register_consumer, Adder())
+            try:
+                found.append(await lane.next())
+                lane.feed(70)
+                found.append(await lane.next())
+            finally:
+                await asyncio.to_thread(lm.unregister_consumer, "adder")
+            lane.feed(71)
+            return [*found, await lane.next()]
+
+    expected = (
+        reference.next_token_logprobs_sync(PROMPT),
+        steered_by(reference, PROMPT),
+        steered_by(reference, [*PROMPT, 70]),
+        reference.next_token_logprobs_sync([*PROMPT, 70, 71]),
+    )
+    for row, wanted in zip(asyncio.run(run()), expected, strict=True):
+        assert agrees(row, wanted, OTHER_ENGINE)
+
+
 class Always(Enough):
     """The same for every request."""
 

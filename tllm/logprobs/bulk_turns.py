@@ -10,7 +10,7 @@ from tllm.client.admission import NewsError
 from tllm.engine.bulk import BulkItem
 from tllm.logprobs.addresses import Address, Addresses
 from tllm.logprobs.arena import Arena, arrived
-from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
+from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError, Versions
 from tllm.logprobs.loop import Waiter
 from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import Answer, AnswerRows, Form, Query
@@ -74,14 +74,15 @@ class BulkTurns:
         transport: Transport,
         admission: Admission,
         messages: Messages,
+        versions: Versions,
         keep: Callable[[Query, Holder], KeptRequest],
         again: Callable[[Iterable[Waiter]], None],
     ) -> None:
-        self._engine = messages.engine
         self._bulk = messages.bulk
         self._transport = transport
         self._admission = admission
         self._messages = messages
+        self._versions = versions
         self._keep = keep
         self._again = again
         self._running: dict[KeptRequest, _Turn] = {}
@@ -102,7 +103,7 @@ class BulkTurns:
         """
         rest: list[Waiter] = []
         turns: list[_Turn] = []
-        version, running = self._engine.steering.version, self._running
+        version, running = self._versions.now, self._running
         for waiter in waiters:
             holder, query = waiter.holder, waiter.query
             if holder is None or holder.closed:
@@ -118,7 +119,7 @@ class BulkTurns:
                 turn = self._joined(waiter, turn)
             elif (
                 request.turns
-                or request.steering != version
+                or request.version != version
                 or request.tokens >= query.num_tokens
                 or query.interventions.results
                 or not self._is_known(request)
@@ -143,7 +144,7 @@ class BulkTurns:
         self.shared += 1
         return turn
 
-    def _begun(self, waiter: Waiter, holder: Holder, version: int) -> _Turn | None:
+    def _begun(self, waiter: Waiter, holder: Holder, version: Hashable) -> _Turn | None:
         """The first turn of a request for a lane, or somebody else's that says the same."""
         query = waiter.query
         if not (self._messages.takes(query) and self._transport.is_shared):

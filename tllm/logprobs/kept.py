@@ -13,6 +13,7 @@ from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
 
 from tllm.client.llm import AsyncLLM
+from tllm.consumers.base import Consumer
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
 from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.addresses import Address
@@ -25,6 +26,33 @@ class LaneClosedError(RuntimeError):
         super().__init__("the lane was closed while it waited for its next token")
 
 
+class Versions:
+    """What answers depend on beside what is asked: steering, weights, and consumers that write to
+    the rows of every request."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._consumers: list[Consumer] = []
+        self._writing: list[Consumer] = []
+        self._changes = 0
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Another one after each change."""
+        consumers = list(self._engine.consumers.values())
+        if consumers != self._consumers:
+            self._consumers = consumers
+            writing = [each for each in consumers if not each.on_request_only and writes(each)]
+            self._changes += writing != self._writing
+            self._writing = writing
+        return self._engine.steering.version, self._changes
+
+
+def writes(consumer: Consumer) -> bool:
+    """Whether a consumer may change rows, in ways that are not known."""
+    return any(w.port == "residual_stream" for flow in consumer.flows() for w in flow.writes)
+
+
 class KeptRequest:
     """vLLM's streaming input: each turn appends tokens, computes only them, and samples one token,
     which vLLM drops when the next turn begins. It begins as a request of vLLM's client, or in bulk.
@@ -32,7 +60,7 @@ class KeptRequest:
     Attributes:
         tokens: how many it has.
         open: whether it takes turns.
-        steering: the engine's `steering.version` when it began.
+        version: of `Versions` when it began.
         holders: the lanes that are at its last token.
         output: the last one; once `ended` is set, with the consumers' results.
         last_used: the loop's time of its last turn's end.
@@ -42,11 +70,11 @@ class KeptRequest:
         address: where it is told of its results' places, once it was asked in bulk.
     """
 
-    def __init__(self, engine: AsyncLLM, held: HeldBlocks) -> None:
+    def __init__(self, engine: AsyncLLM, held: HeldBlocks, version: Hashable) -> None:
         self.tokens = 0
         self.open = True
         self.held = held
-        self.steering = engine.steering.version
+        self.version = version
         self.holders: set[Holder] = set()
         self.output: Any = None
         self.ended = asyncio.Event()
@@ -269,13 +297,14 @@ class Admission:
         self._active -= 1
         self._passing -= blocks
 
-    def keep(self, root: Hashable, tokens: Sequence[int]) -> KeptRequest:
+    def keep(self, root: Hashable, tokens: Sequence[int], version: Hashable) -> KeptRequest:
         """A request that will be kept.
 
         Args:
             root: equal for requests that may share blocks of the cache.
+            version: of `Versions`.
         """
-        return KeptRequest(self._engine, self._ledger.open(root, tokens))
+        return KeptRequest(self._engine, self._ledger.open(root, tokens), version)
 
     def begin_turn(self, request: KeptRequest, num_tokens: int) -> None:
         """A kept request has something to compute. Others may have to go for it: `make_room`."""

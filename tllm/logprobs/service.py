@@ -19,7 +19,7 @@ from tllm.engine.processes import gone, processes_of
 from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.bulk_turns import BulkTurns, tell
-from tllm.logprobs.kept import Admission, Holder, KeptRequest
+from tllm.logprobs.kept import Admission, Holder, KeptRequest, Versions, writes
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import NEXT_TOKEN, NEXT_TURN, Answer, Form, Query, does_nothing, own_params
@@ -96,11 +96,13 @@ class Service:
         self._spawn = loop.spawn
         self._transport = Transport(engine, transport, shared_bytes, loop.spawn)
         self._admission = Admission(engine, idle_seconds)
+        self._versions = Versions(engine)
         self._messages = Messages(engine, self._on_ended, loop.spawn)
         self._bulk = self._messages.bulk
         self._sent: dict[int, _Flight] = {}
         self._turns = BulkTurns(
-            self._transport, self._admission, self._messages, self._keep, self.serve
+            *(self._transport, self._admission, self._messages, self._versions),
+            *(self._keep, self.serve),
         )
         self._computed = 0
         self._shared = 0
@@ -120,7 +122,7 @@ class Service:
 
     def serve(self, waiters: Iterable[Waiter]) -> None:
         """Begin to answer; what is being answered already is not computed again."""
-        flights, version = self._flights, self.engine.steering.version
+        flights, version = self._flights, self._versions.now
         begin: list[tuple[_Flight, Waiter]] = []
         for waiter in self._turns.begin(waiters):
             query = waiter.query
@@ -186,12 +188,7 @@ class Service:
 
     def written(self, query: Query) -> bool:
         """Whether a consumer may change the rows of this query, in ways that are not known."""
-        return any(
-            write.port == "residual_stream"
-            for consumer in self._serving(query)
-            for flow in consumer.flows()
-            for write in flow.writes
-        )
+        return any(map(writes, self._serving(query)))
 
     def _serving(self, query: Query) -> list[Consumer]:
         """The consumers that are told of a query, but the one that answers it."""
@@ -317,9 +314,8 @@ class Service:
     async def _step(self, query: Query, holder: Holder) -> Answer:
         """A turn of a lane's kept request."""
         request, tokens = holder.request, query.tokens
-        steering = self.engine.steering.version
         # It was parked, or its tokens were steered in another way.
-        if request is not None and not (request.open and request.steering == steering):
+        if request is not None and not (request.open and request.version == self._versions.now):
             self._admission.let_go(holder)
             request = None
         if holder.closed or (request is not None and request.tokens == len(tokens)):
@@ -375,7 +371,7 @@ class Service:
         alone = query.interventions.results or self._serving(query)
         if alone or not self.engine.vllm_config.cache_config.enable_prefix_caching:
             root = object()
-        request = self._admission.keep(root, query.tokens)
+        request = self._admission.keep(root, query.tokens, self._versions.now)
         self._kept.add(request)
         holder.hold(request)
         if query.interventions.results:
