@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import merge
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from logprobs.asking import MODEL, OTHER_ENGINE, agrees, gathered, prompts
@@ -69,6 +71,23 @@ def test_lanes_keep_their_adapter(lm, references):
         assert agrees(row, references[name].next_token_logprobs_sync([40, 41, 50]), OTHER_ENGINE)
 
 
+def test_an_adapter_of_the_engines_own_users_is_another(lm, adapters, references):
+    """Under the number of one that it has, an engine takes any other for that."""
+    prompt, own = [31, 32, 33], LoRARequest("own", 1, adapters["two"])
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+
+    async def completed():
+        given = {"prompt_token_ids": prompt}
+        async for output in lm.engine.generate(given, params, "own", lora_request=own):
+            last = output
+        await lm.engine.remove_lora(1)
+        return list(last.outputs[0].token_ids)
+
+    found = lm.run(completed())
+    one, two = (asyncio.run(references[name].sample(prompt, 8, [], 0)) for name in ("one", "two"))
+    assert found == two != one
+
+
 def test_adapters_and_steering_are_mixed_in_one_gather_and_remembered_apart(lm, references):
     prompt = [60, 61, 62, 63]
     asked = [(name, steered) for name in (None, "one", "two") for steered in ({}, STEERED)]
@@ -101,7 +120,9 @@ def test_what_cannot_be_loaded_or_set_is_refused(lm, adapters, tmp_path):
         lm.set_lora(lora_name="x")
     with pytest.raises(ValueError, match="was added from"):
         lm.set_lora(str(tmp_path), "one")
-    lm.add_new_lora(adapters["one"], "one")  # again
+    lm.add_new_lora(Path(adapters["one"]), "one")  # again
+    lm.set_lora(Path(adapters["one"]), "one")
+    lm.clear_lora()
     with pytest.raises(Exception, match="No adapter found"):
         lm.add_new_lora(str(tmp_path), "nowhere")
     with pytest.raises(ValueError, match="no adapter 'nowhere' was added"):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -216,7 +217,11 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
             r"only= must be a flat list.*; of a mask, give np\.flatnonzero\(mask\)",
         ),
         (lambda lm: lm.batch_next_token_logprobs_sync(5), "the prompts are int; give a list"),
-        (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5: expected"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5 is not a whole number"),
+        (
+            lambda lm: asyncio.run(lm.sample([1], 2, temperature="1")),
+            "temperature='1' is not a num",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(lm, ask, message):
@@ -250,6 +255,8 @@ def test_completions_with_a_seed_can_be_repeated(lm):
     first = asyncio.run(lm.batch_sample([[9, 8], [9, 8], [4]], 8, [], seed=5))
     assert first[0] == first[1]
     assert asyncio.run(lm.batch_sample([[4]], 8, [], seed=5)) == first[2:]
+    numpys = asyncio.run(lm.batch_sample([[4]], 8, [], np.float32(1), np.int64(5)))
+    assert numpys == first[2:]
     several = asyncio.run(lm.batch_sample([[9, 8]] * 6, 8, []))
     assert len(set(map(tuple, several))) > 1
 

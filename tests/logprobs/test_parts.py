@@ -492,6 +492,11 @@ def test_queries_are_cancelled_while_others_are_asked():
     engine_loop.end(nothing)
 
 
+def test_what_is_no_engine_that_can_be_asked_is_refused():
+    with pytest.raises(TypeError, match=r"was given builtins\.object; give a tllm\.AsyncLLM"):
+        asyncio.run(AsyncVirtualLM.from_engine(object()))
+
+
 def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts():
     with pytest.raises(
         TypeError, match=r"unknown arguments \['dtype'\]; give vLLM's in engine_opts"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -38,6 +40,10 @@ from tllm.logprobs.transport import CONSUMER, Kind
 from tllm.spec.reading import allow_keys, require_one_of, scalar, whole_number
 
 T = TypeVar("T")
+
+_ADAPTER_IDS = itertools.count(2**20)
+"""Ids of adapters that no other of this process has, and hardly one that a user gives: an engine
+takes another adapter under the id of one that it has for that one."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ class AsyncVirtualLM(AsyncLM):
         )
         self.vocab_size = self._service.vocab_size
         self._adapters: dict[str, LoRARequest] = {}
+        self._loaded = 0  # adapters, those that were replaced among them
         self._active: str | None = None
         # Also when the last reference goes, or the interpreter ends.
         end = partial(self._service.shut_down, owned=owned, registered=registered)
@@ -164,7 +171,7 @@ class AsyncVirtualLM(AsyncLM):
             "disable_log_stats": True,
             **(engine_opts or {}),
         }
-        arguments["consumers"] = [*arguments.get("consumers", ()), NextTokenConsumer()]
+        arguments["consumers"] = [*(arguments.get("consumers") or ()), NextTokenConsumer()]
         loop = EngineLoop()
         engine: AsyncLLM | None = None
         try:
@@ -190,8 +197,14 @@ class AsyncVirtualLM(AsyncLM):
             **options: as above.
 
         Raises:
+            TypeError: for what is no `tllm.AsyncLLM`.
             ValueError: on another event loop, or when another `AsyncVirtualLM` asks this engine.
         """
+        if not isinstance(engine, AsyncLLM):
+            raise TypeError(
+                f"from_engine() was given {type(engine).__module__}.{type(engine).__name__}; give "
+                "a tllm.AsyncLLM, or let from_name() start one"
+            )
         loop = asyncio.get_running_loop()
         if loop_of(engine) not in (None, loop):
             raise ValueError(
@@ -345,8 +358,8 @@ class AsyncVirtualLM(AsyncLM):
         query = self._query(prompt_token_ids, options, generates=True)
         fields: dict[str, Any] = {
             "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
+            "temperature": scalar(temperature, "temperature"),
+            "seed": None if seed is None else whole_number(seed, "seed="),
         }
         if eos_token_ids is not None:
             given = list(eos_token_ids) if isinstance(eos_token_ids, Set) else eos_token_ids
@@ -356,7 +369,7 @@ class AsyncVirtualLM(AsyncLM):
 
     # -- adapters --------------------------------------------------------------------------------
 
-    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+    def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
         """Load an adapter and name it. It is used by `set_lora`, or by `lora_name=` of a call.
 
         Another path under a known name replaces that adapter.
@@ -370,30 +383,33 @@ class AsyncVirtualLM(AsyncLM):
                 "the engine has no adapters; start it with engine_opts={'enable_lora': True, "
                 "'max_lora_rank': ...}"
             )
-        known = self._adapters.get(lora_name)
-        if known is not None and known.lora_path == lora_path:
+        known, path = self._adapters.get(lora_name), os.fspath(lora_path)
+        if known is not None and known.lora_path == path:
             return
-        number = 1 + max((a.lora_int_id for a in self._adapters.values()), default=0)
-        if number > adapters_at_once(config):
+        if self._loaded >= adapters_at_once(config):
             raise ValueError(
                 f"max_loras={config.max_loras} adapters at once leaves no room for {lora_name!r} "
                 "(on a CPU one place must stay empty, or vLLM would apply an adapter to requests "
                 f"without one). Start the engine with max_loras={config.max_loras + 1} or more"
             )
-        request = LoRARequest(lora_name, number, lora_path)
+        request = LoRARequest(lora_name, next(_ADAPTER_IDS), path)
         self.run(self.engine.add_lora(request))  # one that cannot be loaded is refused now
+        self._loaded += 1
         self._adapters[lora_name] = request
 
-    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
+    def set_lora(
+        self, lora_path: str | os.PathLike[str] | None = None, lora_name: str = "lora_1"
+    ) -> None:
         """Use an adapter in calls from now on.
 
         Args:
             lora_path: None, or the path it was added with.
         """
         adapter = self._adapter(lora_name)
-        if adapter is not None and lora_path not in (None, adapter.lora_path):
+        path = None if lora_path is None else os.fspath(lora_path)
+        if adapter is not None and path not in (None, adapter.lora_path):
             raise ValueError(
-                f"adapter {lora_name!r} was added from {adapter.lora_path!r}, not {lora_path!r}; "
+                f"adapter {lora_name!r} was added from {adapter.lora_path!r}, not {path!r}; "
                 "call add_new_lora() with the other path first"
             )
         self._active = lora_name
