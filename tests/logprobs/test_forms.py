@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, agrees, gathered, greedy, prompts
 from tllm import AsyncLLM
 from tllm.logprobs import AsyncVirtualLM, Token
-from tllm.logprobs.base import token_bytes
+from tllm.logprobs.base import _byte_alphabet, token_bytes
 from tllm.logprobs.query import LaneOptions
 from tllm.params import ASKED_FIELDS
 
@@ -78,7 +78,9 @@ def test_tokens_are_told_apart_by_their_ids():
 
 def tokenizer_of(model, pre_tokenizer, decoder):
     built = Tokenizer(model)
-    built.pre_tokenizer, built.decoder = pre_tokenizer, decoder
+    built.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        built.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>")
 
 
@@ -91,6 +93,17 @@ def test_tokens_in_the_way_of_sentencepiece_are_bytes_too():
     found = token_bytes(tokenizer)
     assert found[1:7] == [b" ", b"A", b"b", b"1", b",", "é".encode()]
     assert found[7 + 0xE2] == b"\xe2"
+
+
+def test_tokens_behind_ids_that_nobody_has_are_there():
+    """As where a vocabulary was padded before tokens were added to it."""
+    vocabulary = {character: i for i, character in enumerate(sorted(_byte_alphabet()))}
+    bpe = models.BPE(vocabulary | {"AB": 300}, [("A", "B")])
+    tokenizer = tokenizer_of(bpe, pre_tokenizers.ByteLevel(add_prefix_space=False), None)
+    found = token_bytes(tokenizer)
+    assert [found[i] for i in tokenizer.encode("ABb")] == [b"AB", b"b"]
+    assert [token.token_id for token in found] == list(range(301))
+    assert found[299] == b""
 
 
 def test_tokens_that_do_not_add_up_are_refused():

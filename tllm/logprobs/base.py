@@ -185,7 +185,9 @@ def token_bytes(tokenizer: Any) -> list[Token]:
         ValueError: when they are written in another, such as WordPiece, which drops spaces.
     """
     added = {token_id: text for text, token_id in tokenizer.get_added_vocab().items()}
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # Of which some may be nobody's, so that there are fewer tokens than ids.
+    ids = range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1)))
+    names = tokenizer.convert_ids_to_tokens(list(ids))
     alphabet = _byte_alphabet()
     by_byte = all(
         name is None or i in added or alphabet.keys() >= set(name) for i, name in enumerate(names)
