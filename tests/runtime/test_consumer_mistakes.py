@@ -16,6 +16,7 @@ from tllm.ports import (
     ResidualStream,
     Sampler,
     Steer,
+    TokenTarget,
 )
 from tllm.spec.request import RequestSpec, RowsRead
 from tllm.spec.selection import Selection
@@ -151,6 +152,13 @@ def test_an_array_for_other_layers_than_the_models_is_refused_of_a_controller():
 def test_the_width_of_a_guide_is_a_whole_number(width):
     with pytest.raises(ValueError, match=r"Sampler.write\(width\)=.*(whole number|1 or more)"):
         Sampler.write(width=width)
+
+
+@pytest.mark.parametrize("other", [ResidualStream.read, TokenTarget.read])
+def test_rows_of_one_flow_are_of_one_phase(other):
+    for reads in ([READ, other(phase="decode", role="b")], [other(phase="decode", role="b"), READ]):
+        with pytest.raises(ValueError, match=r"share a phase, but \['any', 'decode'\] were given"):
+            ConsumerFlow(reads=reads)
 
 
 @pytest.mark.parametrize("places", [[0, 1], ["post_block"], ("post_block", 1)])

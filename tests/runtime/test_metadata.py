@@ -120,8 +120,11 @@ def test_values_of_tokens_computed_ahead_of_the_end_are_cut_off():
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_values_in_another_order_are_sorted(kind):
-    values = PerToken(np.array([4, 5, 2, 3], np.int32), kind([[40], [50], [20], [30]])).up_to(5)
+@pytest.mark.parametrize("positions", [[4, 5, 2, 3], [5, 4, 3, 2]])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_values_in_another_order_are_sorted(kind, positions, dtype):
+    given = kind([[10 * position] for position in positions])
+    values = PerToken(np.array(positions, dtype), given).up_to(5)
     assert values.positions.tolist() == [2, 3]
     assert values.values.tolist() == [[20], [30]]
 

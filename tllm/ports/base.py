@@ -68,8 +68,8 @@ class ConsumerFlow:
     """Declares what one consumer reads and writes, and when it is called.
 
     Args:
-        reads: what arrives in each bundle. All residual reads of one flow share a phase:
-            rows of a bundle are aligned across its entries.
+        reads: what arrives in each bundle. All residual reads of one flow, and the token target,
+            share a phase: rows of a bundle are aligned across its entries.
         writes: what the consumer may change (`ResidualStream.write`, `Sampler.write`,
             `CpuExport.write`), and whether its `decide` is given the rows (`Actions.write`).
         window: when `consume_bundle` runs.
@@ -145,11 +145,12 @@ class ConsumerFlow:
                 f"window={self.window!r} with Signals.read(): they are there in the step itself; "
                 "use window='same_step'"
             )
-        phases = {read.phase for read in self.reads if read.port == "residual_stream"}
+        phased = "residual_stream", "token_target"
+        phases = {read.phase for read in self.reads if read.port in phased}
         if len(phases) > 1:
             raise ValueError(
-                f"the residual reads of one flow must share a phase, but {sorted(phases)} were "
-                "given; declare one flow for each phase"
+                "the residual reads and the token target of one flow must share a phase, but "
+                f"{sorted(phases)} were given; declare one flow for each phase"
             )
         if self.selection.depends_on_generated_tokens:
             raise ValueError(

@@ -132,7 +132,7 @@ class PerToken(Payload):
                 f"{values}; give whole numbers [rows], and as many values [rows, ...]"
             )
         object.__setattr__(self, "positions", given)
-        if (np.diff(given) <= 0).any():
+        if (given[1:] <= given[:-1]).any():  # unsigned ones have no differences below 0
             order = in_order(given)
             object.__setattr__(self, "positions", given[order])
             listed = isinstance(self.values, (list, tuple))
