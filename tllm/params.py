@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -119,12 +120,13 @@ class _Checked:
         # Parameters that were made of others have what these asked, and perhaps other fields.
         given = _given_in(self)
         if self.asked is None or not _same(self.asked.given, given):
-            self.asked = _asked_in(given)
+            self.asked = _asked_in(given, self.asked)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ASKED_FIELDS:
             fields = zip(ASKED_FIELDS, _given_in(self), strict=True)
-            self.asked = _asked_in([value if field == name else own for field, own in fields])
+            given = [value if field == name else own for field, own in fields]
+            self.asked = _asked_in(given, self.asked, anew=name)
         elif not hasattr(type(self), name) and (meant := meant_by(name)) is not None:
             # vLLM's structs take any attribute, and nobody would read this one.
             meant = "steering_module_ref" if meant == "steering_name" else meant
@@ -308,51 +310,85 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
         raise ValueError(
             f"unknown fields {unknown} for tLLM; a request takes {', '.join(ASKED_FIELDS)}"
         )
-    consumers: dict[str, dict[str, Any]] = {}
-    options_of = given.get("consumers")
-    if options_of is not None and not isinstance(options_of, Mapping):
+    return _asked_of(
+        {name: _read(name, value) for name, value in given.items() if value is not None}
+    )
+
+
+def _read(name: str, value: Any) -> Any:
+    """What is given as one of our fields, read and checked by itself."""
+    if name in _TIER_OF:
+        return Tiers.parse(**{_TIER_OF[name]: value}, names=_STEERING_NAMES)
+    return _READERS[name](value)
+
+
+def _options(given: Any) -> dict[str, dict[str, Any]]:
+    """`consumers=` as plain data."""
+    if not isinstance(given, Mapping):
         raise ValueError(
-            f"consumers={options_of!r:.80} is {type(options_of).__name__}; give a mapping from "
+            f"consumers={given!r:.80} is {type(given).__name__}; give a mapping from "
             "consumers to options, such as {'esamp': {'beta': 0.3}}"
         )
-    for name, options in (options_of or {}).items():
+    found: dict[str, dict[str, Any]] = {}
+    for name, options in given.items():
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
                 "such as {'enabled': False}"
             )
-        consumers[_key(name, "consumers")] = _plain(options, f"consumers[{name!r}]")
-    capture = given.get("capture")
-    captures = {} if capture is None else captured(capture)
+        found[_key(name, "consumers")] = _plain(options, f"consumers[{name!r}]")
+    return found
+
+
+def _asked_of(read: Mapping[str, Any]) -> Asked:
+    """What a request asks, from what its fields were read as."""
+    consumers, captures = read.get("consumers", {}), read.get("capture", {})
     for name in captures.keys() & consumers.keys():
         raise ValueError(
             f"capture[{name!r}] and consumers[{name!r}] were both given; give one of them"
         )
-    tiers = {name: given.get(field) for name, field in _STEERING_NAMES.items()}
-    endings = Endings(
-        *(
-            () if given.get(name) is None else parse_conditions(given[name], name)
-            for name in ("stop_when", "abort_when")
-        )
+    return Asked(
+        {**consumers, **captures},
+        tuple(captures),
+        _steering(read),
+        read.get("patch"),
+        read.get("conversation"),
+        read=read,
     )
-    where = given.get("steering_positions")
-    steering = _steering(tiers, given.get("steering_module_ref"), where, endings)
-    patch = given.get("patch")
-    patched = None if patch is None else RequestPatch.parse(patch)
-    named = given.get("conversation")
-    conversation = None if named is None else RequestConversation.parse(named)
-    return Asked({**consumers, **captures}, tuple(captures), steering, patched, conversation)
 
+
+_TIER_OF = {field: tier for tier, field in _STEERING_NAMES.items()}
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "consumers": _options,
+    "capture": lambda given: captured(given),
+    "steering_module_ref": parse_modules,
+    "steering_positions": lambda given: Selection.parse(given, "steering_positions"),
+    "patch": RequestPatch.parse,
+    "stop_when": lambda given: parse_conditions(given, "stop_when"),
+    "abort_when": lambda given: parse_conditions(given, "abort_when"),
+    "conversation": RequestConversation.parse,
+}
+"""From what is given as a field to what it is read as; of the fields that have none, `Tiers`."""
 
 _NOTHING = Asked(given=(None,) * len(ASKED_FIELDS))
 _given_in = attrgetter(*ASKED_FIELDS)
 
 
-def _asked_in(given: Sequence[Any]) -> Asked:
-    """What is asked by values of our fields."""
-    fields = zip(ASKED_FIELDS, given, strict=True)
-    asked = {name: value for name, value in fields if value is not None}
-    return replace(parse_asked(asked), given=tuple(given)) if asked else _NOTHING
+def _asked_in(given: Sequence[Any], before: Asked | None = None, anew: str = "") -> Asked:
+    """What is asked by values of our fields.
+
+    Args:
+        before: what was read of the same objects is not read again: what is in them may be
+            something else now.
+        anew: the field that is given, whatever object it is.
+    """
+    known = _NOTHING if before is None or not before.given else before
+    read = {
+        name: known.read[name] if value is was and name != anew else _read(name, value)
+        for name, value, was in zip(ASKED_FIELDS, given, known.given, strict=True)
+        if value is not None
+    }
+    return replace(_asked_of(read), given=tuple(given)) if read else _NOTHING
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -368,23 +404,21 @@ def _values(params: Any, theirs: Any) -> dict[str, Any]:
     return {name: getattr(params, name) for name in theirs.__struct_fields__}
 
 
-def _steering(
-    tiers: Mapping[str, Any], module_ref: Any, positions: Any, endings: Endings
-) -> RequestSteering | None:
+def _steering(read: Mapping[str, Any]) -> RequestSteering | None:
     """What a request asks of steering, and of being judged; None for nothing."""
-    given = {name: tier for name, tier in tiers.items() if tier is not None}
-    if not given and module_ref is None:
-        if positions is not None:
+    tiers = [read[field] for field in _STEERING_NAMES.values() if field in read]
+    modules = read.get("steering_module_ref", ())
+    endings = Endings(*(read.get(name, ()) for name in ("stop_when", "abort_when")))
+    if not tiers and not modules:
+        if "steering_positions" in read:
             raise ValueError(
                 "steering_positions says which tokens to steer, but nothing to steer with was "
                 "given; give steering_vectors, steering_clamps or steering_module_ref"
             )
         if not endings:
             return None
-    modules = () if module_ref is None else parse_modules(module_ref)
-    where = EVERYWHERE if positions is None else Selection.parse(positions, "steering_positions")
-    parsed = Tiers.parse(**given, names=_STEERING_NAMES)
-    asked = RequestSteering(parsed, modules, where, endings)
+    where = read.get("steering_positions", EVERYWHERE)
+    asked = RequestSteering(reduce(Tiers.joined, tiers, Tiers()), modules, where, endings)
     asked.hash()
     return asked
 

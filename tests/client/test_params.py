@@ -256,6 +256,23 @@ def test_parameters_made_of_others_ask_what_their_own_fields_say(changed):
     assert changed(params, seed=2).asked is params.asked, "nothing is read twice"
 
 
+def test_setting_one_field_reads_no_other_again():
+    """What is changed inside a field that was given is not seen until that is given anew."""
+    vector, excluded = np.ones(2, np.float32), iter([0])
+    given = {"post_block": {1: vector}}
+    where = {"exclude": {"positions": excluded}}
+    params = SamplingParams(steering_vectors=given, steering_positions=where)
+    vector *= np.nan
+    changed = msgspec.structs.replace(params, stop_when="monitor")
+    params.decode_steering_vectors = {"post_block": {2: [3.0, 4.0]}}
+    for asked in (params.asked.steering, changed.asked.steering):
+        assert next(iter(asked.own)).vector.tolist() == [1.0, 1.0]
+        assert asked.positions.exclude.positions == (0,)
+    vector[:] = 5
+    params.steering_vectors = given
+    assert [entry.vector.tolist() for entry in params.asked.steering.own] == [[5, 5], [3, 4]]
+
+
 def test_what_is_refused_when_it_is_set_is_not_set():
     given = {"post_block": {1: [1.0, 2.0]}}
     params = SamplingParams(steering_vectors=given)

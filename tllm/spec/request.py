@@ -33,6 +33,7 @@ class Asked:
         steering, patch: None for nothing.
         conversation: the one that it names.
         given: what it was read of, as the user's parameters have it.
+        read: what each field that is not None was read as, by its name.
     """
 
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Asked:
     patch: RequestPatch | None = None
     conversation: RequestConversation | None = None
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    read: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def steered_media(self) -> list[tuple[str, MediaItem]]:
