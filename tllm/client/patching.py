@@ -4,13 +4,16 @@ them."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from tllm.client.facts import Facts
 from tllm.consumers.patch_runs import FOR_RUNS_ALONE
 from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
 from tllm.spec.reading import FloatArray
+
+_NUMBER_BYTES = 4
+"""Of a number of a row on its way."""
 
 
 class PatchComposer:
@@ -56,8 +59,8 @@ class PatchComposer:
         """What a request carries of its patches. Raises `ValueError` naming what is wrong."""
         composed = self._composed.get(asked)
         if composed is None:
+            self._limit(asked.entries)  # before noise is drawn
             composed = tuple(map(self._use, asked.entries))
-            self._limit(composed)
             for use in composed:
                 use.digest  # noqa: B018 - computed once, for all requests that ask the same
             self._composed[asked] = composed
@@ -142,15 +145,21 @@ class PatchComposer:
                 f"can use rows up to {min(facts.max_value, facts.max_reach):.3g}: give smaller ones"
             )
 
-    def _limit(self, uses: Sequence[PatchUse]) -> None:
+    def _brought(self, patch: Patch) -> int:
+        """Bytes of the rows that a patch brings."""
+        facts, source = self.facts, patch.source
+        assert facts is not None
+        if source.kind == "noise":
+            return len(patch.positions) * facts.hidden_size * _NUMBER_BYTES
+        if source.rows is not None:
+            return len(source.rows) * facts.hidden_size * _NUMBER_BYTES
+        kept = self.kept.get(source.kept)
+        on_host = kept is not None and kept.on_host
+        return len(patch.positions) * facts.row_bytes if on_host else 0
+
+    def _limit(self, patches: Iterable[Patch]) -> None:
         assert self.facts is not None
-        on_host = {kept.uid for kept in self.kept.values() if kept.on_host}
-        brought = sum(
-            len(use.positions) * self.facts.row_bytes
-            if use.kept is not None and use.kept[0] in on_host
-            else len(use.rows or b"")
-            for use in uses
-        )
+        brought = sum(map(self._brought, patches))
         if brought > self.facts.max_patch_mib << 20:
             raise ValueError(
                 f"patch brings {brought / 2**20:.1f} MiB of rows, and max_patch_mib="
