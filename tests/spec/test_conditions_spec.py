@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conversations import RequestConversation
-from tllm.spec.gates import GateNumbers
+from tllm.spec.gates import GateNumbers, signal_names
 
 
 def _when(**more):
@@ -23,6 +24,19 @@ def test_a_term_that_is_given_twice_is_joined_once():
         *_, gate = numbers.gates([joint])
         assert gate.number == joint
         assert gate.terms == (0, 1)
+
+
+def test_terms_keep_their_names_where_an_equal_joint_came_before():
+    numbers = GateNumbers()
+    for given in (
+        {"any": [_when(), {"all": [_when(), _when(above=0.7)]}]},
+        {"any": [_when(name="a"), {"all": [_when(), _when(above=0.7, name="b")]}], "name": "c"},
+    ):
+        joint = numbers.number(parse_condition(given, "when"))
+    assert signal_names(numbers.gates([joint])).keys() >= {"a", "b", "c"}
+    numbers.number(parse_condition({"all": [_when(), _when(above=0.7, name="a")]}, "when"))
+    with pytest.raises(ValueError, match=r"two conditions of .* are called 'a'"):
+        signal_names(numbers.gates([joint]))
 
 
 def test_names_are_texts_that_can_be_sent():

@@ -117,6 +117,9 @@ class GateNumbers:
         key = condition.digest, memory
         known = self._gates.get(key)
         if known is not None:
+            if isinstance(condition, JointCondition):
+                for term in condition.terms:  # here they may be called otherwise
+                    self.number(term, memory.of_terms)
             if condition.name and condition.name not in known.names:
                 names = *known.names, condition.name
                 self._gates[key] = known._replace(names=names)
