@@ -58,6 +58,26 @@ def test_packed_vectors(dtype):
     assert [e.layer for e in Tiers.parse(vectors={"mlp_out": rows.float().numpy()})] == [0, 1]
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_arrays_may_be_transposed(dtype):
+    """As the columns of a weight are taken."""
+    columns = np.arange(12.0).reshape(3, 4).astype(dtype)
+    for asked in (
+        {"method": "low_rank", "rotation": columns.T, "weight": 2 * columns.T},
+        {"method": "sae_features", "encoder": columns.T, "decoder": columns.T, "factor": [0] * 4},
+        {"method": "k_steering", "weight1": columns[:, :3].T, "last_weight": columns.T}
+        | {"target": [0]},
+    ):
+        straight = {
+            key: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+            for key, value in asked.items()
+        }
+        found, expected = (
+            only(Tiers.parse(vectors={"post_block": {0: entry}})) for entry in (asked, straight)
+        )
+        assert found.digest == expected.digest
+
+
 def test_a_point_without_layers_takes_the_vector_itself():
     assert only(Tiers.parse(vectors={"lm_head_in": V})).layer is None
 
@@ -78,6 +98,7 @@ def test_directions_are_normalised_and_vectors_are_not():
         ([1], "steering_vectors is list"),
         ({"middle": {0: V}}, "unknown hook point 'middle'"),
         ({"post_block": {}}, "steering_vectors['post_block'] is empty"),
+        ({"post_block": np.zeros((0, 3))}, "steering_vectors['post_block'] has no rows"),
         ({"post_block": {"x": V}}, "'x' is not a layer"),
         ({"post_block": {1.5: V}}, "1.5 is not a layer"),
         ({"post_block": V}, "has shape [3]; give {layer: vector}"),

@@ -234,7 +234,7 @@ def float_array(given: Any, name: str) -> FloatArray:
         array = array.copy()
     else:
         with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
+            array = array.astype(np.float32, order="C")
     if not np.isfinite(array).all():
         raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
     return array

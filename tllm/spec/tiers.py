@@ -283,6 +283,8 @@ def _entries(
                 yield _entry(entry, f"{of_hook}", point, None, method, conditions)
             continue
         by_layer = [*_by_layer(layers, of_hook, conditions)]
+        if not by_layer:
+            raise ValueError(f"{of_hook} has no rows; give some, or leave the hook point out")
         num_layers = counted if isinstance(layers, Mapping) else len(by_layer)
         if method == "add" and (rows := stacked_rows([each for _, each in by_layer])) is not None:
             numbers = [layer for layer, _ in by_layer]
