@@ -1,8 +1,10 @@
 """The selection language against a model that asks of each token whether it is meant."""
 
+import itertools
 from contextlib import nullcontext
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from tllm.ports import ResidualStream, Sampler, TokenTarget
 from tllm.spec.media import MediaItem, PromptMedia
-from tllm.spec.selection import Selection, united
+from tllm.spec.selection import MOST_LISTED, Selection, united
 
 LONGEST = 40
 
@@ -192,6 +194,10 @@ def test_phases_have_the_same_two_names_in_selections_and_ports(word, other):
         ({"image": "first"}, "give 'all', the index of one image"),
         ({"video": [True]}, "True is no whole number"),
         ({"image": 0, "phase": "generation"}, "such tokens are of the prompt"),
+        (range(MOST_LISTED + 1), "positions lists more than 65536"),
+        (np.arange(MOST_LISTED + 1), "positions lists more than 65536"),
+        ({"token_ids": itertools.count()}, "['token_ids'] lists more than 65536"),
+        ({"exclude": {"ranges": [[0, 1]] * (MOST_LISTED + 1)}}, "['ranges'] lists more than"),
     ],
 )
 def test_mistakes_are_refused_with_the_field(given, says):

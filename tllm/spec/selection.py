@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -29,6 +30,10 @@ _NAMED: dict[str, dict[str, Any]] = {
 _CRITERIA = ("positions", "ranges", "windows", "token_ids", *MODALITIES)
 _NOWHERE: tuple[int | None, int | None] = (END, None)
 """A range that has no position."""
+
+MOST_LISTED = 2**16
+"""Numbers, or pairs, in one list: each may begin a stretch of its own, which every process on the
+way of a request looks at."""
 
 _SHORT = 1024
 """Characters of a selection's text up to which the parsed selection is kept."""
@@ -146,7 +151,7 @@ class Selection:
             given = _NAMED[given]
         given = own_numbers(given)
         if isinstance(given, (Iterable, Integral)) and not isinstance(given, Mapping):
-            listed = whole_numbers(given, name, -END, END, may_be_empty=True)
+            listed = whole_numbers(_listed(given, name), name, -END, END, may_be_empty=True)
             if not listed:
                 raise ValueError(f"{name}=[] selects nothing; leave it out or list positions")
             given = {"positions": listed}
@@ -373,14 +378,29 @@ def _token_ids(given: Any, name: str) -> list[int]:
 
 
 def _whole_numbers(given: Any, name: str) -> list[int]:
+    given = _listed(given, name)
     return list(dict.fromkeys(whole_numbers(given, name, -END, END, may_be_empty=True)))
+
+
+def _listed(given: Any, name: str) -> Any:
+    """What is given in a list, which is not too long; anything else as it is."""
+    given = own_numbers(given)
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        return given
+    listed = given if isinstance(given, Sized) else [*islice(given, MOST_LISTED + 1)]
+    if len(listed) > MOST_LISTED:
+        raise ValueError(
+            f"{name} lists more than {MOST_LISTED}, the most that are allowed; give fewer, or "
+            "ranges of positions"
+        )
+    return listed
 
 
 def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int | None]]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of [start, stop]")
     pairs: list[tuple[int | None, int | None]] = []
-    for pair in map(own_numbers, given):
+    for pair in map(own_numbers, _listed(given, name)):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(f"{name}: {pair!r} is not [start, stop]; None is an open end")
         numbers = _whole_numbers([edge for edge in pair if edge is not None], name)
