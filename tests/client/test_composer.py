@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,22 @@ def test_a_monitor_that_layers_name_is_one_condition(composer):
 def test_a_shared_condition_is_refused_at_the_first_layer_before_its_probe(composer):
     with pytest.raises(ValueError, match=r"post_block.*computes after"):
         composer.groups(steering(probe(3)))
+
+
+def test_vectors_of_which_the_dtype_keeps_nothing_are_refused(composer):
+    """Float16 has no place for 1e-8, whatever scale comes after it."""
+
+    def asked(value, scale):
+        entry = {"vector": np.full(WIDTH, value), "scale": scale}
+        return RequestSteering(Tiers.parse(vectors={"post_block": {1: entry}}))
+
+    composer.facts = replace(composer.facts, dtype="float16", max_value=65504.0)
+    with pytest.raises(ValueError, match=r"\[1\] has values of 1e-08 at most, of which"):
+        composer.groups(asked(1e-8, 1e8))
+    for fine in (asked(1e-8, 1.0), asked(1e-4, 1e4), asked(0.0, 1e8)):
+        composer.groups(fine)
+    composer.facts = replace(composer.facts, dtype="bfloat16", max_value=3e38)
+    composer.groups(asked(1e-8, 1e8))
 
 
 def test_a_module_whose_factor_is_too_large_is_named(composer):

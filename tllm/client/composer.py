@@ -294,7 +294,7 @@ class Composer:
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"
             )
-        entry.check_numbers(facts.max_value, facts.max_reach)
+        entry.check_numbers(facts.max_value, facts.max_reach, facts.smallest)
 
     def _check_condition(self, entry: SteeringEntry, phase: Phase) -> None:
         """Refuse a condition, found, that cannot decide on its entry."""

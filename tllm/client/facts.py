@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.operations import max_reach
@@ -53,6 +54,11 @@ class Facts:
     def max_reach(self) -> float:
         """The most that may be added to a number of a row."""
         return max_reach(self.max_value, self.hidden_size)
+
+    @cached_property
+    def smallest(self) -> float:
+        """The smallest number above 0 that the model's dtype holds as exactly as larger ones."""
+        return float(torch.finfo(getattr(torch, self.dtype)).smallest_normal)
 
     @cached_property
     def _checked_widths(self) -> dict[tuple[HookPoint, int | None], tuple[int, ...]]:

@@ -7,6 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from tllm.runtime.placed_groups import GroupOperation
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey
@@ -100,7 +102,7 @@ class DecidedGroups:
     Args:
         resolve: from a hook point and layer to its key; raises `ValueError` for one that this
             engine has no tap for.
-        max_value: the largest number that the model's dtype holds.
+        dtype: of the model's rows.
         enabled: whether this engine steers.
     """
 
@@ -111,15 +113,15 @@ class DecidedGroups:
         *,
         num_layers: int,
         hidden_size: int,
-        max_value: float,
+        dtype: torch.dtype,
         enabled: bool,
     ) -> None:
         self._steering = steering
         self._resolve = resolve
         self._num_layers = num_layers
         self._hidden_size = hidden_size
-        self._max_value = max_value
-        self._max_reach = max_reach(max_value, hidden_size)
+        self._numbers = torch.finfo(dtype)
+        self._max_reach = max_reach(self._numbers.max, hidden_size)
         self._enabled = enabled
         self._groups: dict[str, SteeringGroup] = {}
         self._last: tuple[Tiers, tuple[SteeringGroup, ...]] | None = None
@@ -157,7 +159,7 @@ class DecidedGroups:
                 f"{entry.name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{self._hidden_size}"
             )
-        entry.check_numbers(self._max_value, self._max_reach)
+        entry.check_numbers(self._numbers.max, self._max_reach, self._numbers.smallest_normal)
         layer = None if entry.layer is None else entry.layer % self._num_layers
         return replace(entry, layer=layer)
 

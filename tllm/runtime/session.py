@@ -107,7 +107,7 @@ class Session:
             resolve,
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
-            max_value=torch.finfo(taps.dtype).max,
+            dtype=taps.dtype,
             enabled=steering_rows > 0,
         )
         refusal = lm_head if isinstance(lm_head, str) else None

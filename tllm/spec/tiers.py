@@ -50,6 +50,9 @@ OTHER_LAYERS = (
 )
 """What is said of an array of rows for other layers than the model has."""
 
+_ROUGH = 16
+"""How much smaller a vector may be than the smallest number that its dtype holds exactly."""
+
 _PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """numpy has no bfloat16: its bits are the upper half of a float32's."""
 
@@ -110,17 +113,23 @@ class SteeringEntry:
         when = None if isinstance(self.when, NamedCondition) else self.when
         return not self.steers_in("prefill") or (when is not None and when.memory.of_prompt)
 
-    def check_numbers(self, max_value: float, max_reach: float) -> None:
+    def check_numbers(self, max_value: float, max_reach: float, smallest: float) -> None:
         """Refuse numbers that a model cannot use.
 
         Args:
             max_value: the largest number that the model's dtype holds.
+            smallest: the smallest number above 0 that it holds as exactly as larger ones.
             max_reach: the most that may be added to a number of a row.
         """
         if (largest := self.largest) > max_value:
             raise ValueError(
                 f"{self.name} has values up to {largest:.3g}, and the model's dtype holds at most "
                 f"{max_value:.3g}; give a smaller vector and a larger scale"
+            )
+        if 0 < largest < smallest / _ROUGH and self.reach > smallest:
+            raise ValueError(
+                f"{self.name} has values of {largest:.3g} at most, of which the model's dtype "
+                "keeps little or nothing; give a larger vector and a smaller scale or strength"
             )
         if (reach := self.reach) > max_reach:
             raise ValueError(
