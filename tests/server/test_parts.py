@@ -41,7 +41,7 @@ from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.launch import engine_parser
 from tllm.engine.refusals import RefusedError
 from tllm.params import ASKED_FIELDS
-from tllm.ports import Payload
+from tllm.ports import Payload, PerToken
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
 from tllm.server.bodies import CheckedBodies
@@ -49,7 +49,7 @@ from tllm.server.doors import Door, prompt_tokens
 from tllm.server.fields import FieldError, asked_in, field_error
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
-from tllm.server.live import LiveScores
+from tllm.server.live import LiveScores, StreamScores
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.patch_sweeps import PatchSweeps, SweepBody
 from tllm.server.refusals import RefusedChoices
@@ -477,6 +477,33 @@ def test_streams_go_on_though_a_consumer_says_nothing_of_theirs_that_can_be_read
 
     mine, wrong, probe = asyncio.run(run())
     assert mine == {"mine": {}} and not wrong.get("wrong") and probe == {"probe": {0: "probe"}}
+
+
+def test_a_stream_goes_on_whatever_a_consumer_says_of_its_tokens():
+    class Told:
+        consumers = dict.fromkeys("abc", SimpleNamespace(remote_methods=("so_far",)))
+
+        async def call_consumer(self, name, method, since):
+            scores = {
+                "a": PerToken(np.arange(2), np.array([0.5, np.inf], np.float32)),
+                "b": {"scores": PerToken(np.arange(2), [1.5, 2.5]), "share": np.float32(0.25)},
+                "c": {"scores": PerToken(np.arange(2), np.zeros(2)), "what": object()},
+            }
+            return [{prompt: {0: scores[name]} for prompt in since}]
+
+    noted = {"x": SimpleNamespace(finished=False, tllm_request=SimpleNamespace(prompt_id="p"))}
+    scores = StreamScores(LiveScores(Told()), noted, [*"abc"])
+    event = 'data: {"id": "x", "choices": [{"index": 0, "text": "y"}]}\n\n'
+
+    def refused(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    told = asyncio.run(scores.beside(event, 1)).removeprefix("data: ")
+    (choice,) = json.loads(told, parse_constant=refused)["choices"]
+    assert choice["consumer_results"] == {
+        "a": {"positions": [0, 1], "values": [0.5, "inf"]},
+        "b": {"positions": [0, 1], "scores": [1.5, 2.5], "share": 0.25},
+    }
 
 
 def test_what_is_refused_of_a_sweep_names_it(tmp_path):

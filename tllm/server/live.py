@@ -8,8 +8,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tllm.client.attached import Attached
 from tllm.ports import PerToken
+from tllm.server.results import in_response
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,11 @@ class StreamScores:
             found = await self._live.ask(prompt_id, asked)
         given = {}
         for name, samples in found.items():
-            new = _from(samples.get(sample), since[name])
+            try:
+                new = _from(samples.get(sample), since[name])
+            except Exception as error:  # it may be anything; the last event says what is wrong
+                logger.debug("%s tells what cannot be read of a sequence: %s", name, error)
+                continue
             if new:
                 given[name] = new
                 self._had[prompt_id, sample, name] = new["positions"][-1] + 1
@@ -135,8 +142,14 @@ def _from(found: Any, first: int) -> dict[str, Any]:
     new = positions >= first
     if not new.any():
         return {}
-    arrays = {name: part.values[new].tolist() for name, part in of_tokens.items()}
-    return {"positions": positions[new].tolist(), **parts, **arrays}
+    arrays = {name: _values_at(new, part).tolist() for name, part in of_tokens.items()}
+    told: dict[str, Any] = in_response({**parts, **arrays})
+    return {"positions": positions[new].tolist(), **told}
+
+
+def _values_at(new: Any, part: PerToken) -> Any:
+    listed = isinstance(part.values, (list, tuple))
+    return (np.asarray(part.values) if listed else part.values)[new]
 
 
 def _final(output: Any, sample: int, wanted: list[str]) -> dict[str, dict[int, Any]]:

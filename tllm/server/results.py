@@ -135,6 +135,11 @@ def _payload(payload: Any, files: CaptureFiles, inline_bytes: int) -> Any:
     }
 
 
+def in_response(value: Any) -> Any:
+    """Anything as it stands in a response. Raises `TypeError` for what cannot be written."""
+    return _encoded(_plain(value))
+
+
 def _plain(value: Any) -> Any:
     """Mappings, lists, scalars and CPU tensors."""
     if isinstance(value, str):
