@@ -583,6 +583,18 @@ def test_requests_in_flight_are_counted_over_all_processes(tmp_path):
     assert limits._counts.totals(1) == (0, 0)
 
 
+def test_requests_are_counted_though_somebody_cleaned_up_the_folder(tmp_path):
+    limits = limited(tmp_path, requests=1)
+    for path in (tmp_path / "in-flight").iterdir():
+        path.unlink()
+    (tmp_path / "in-flight").rmdir()
+    end = limits.begin(1, {"capture": {}})
+    with pytest.raises(FieldError, match="1 requests with interventions"):
+        limits.begin(1, {"capture": {}})
+    end()
+    limits.begin(1, {"capture": {}})()
+
+
 def test_a_way_of_steering_is_one_in_all_processes(tmp_path):
     way = {"steering_vectors": {"post_block": {"1": [1.0]}}}
     limits = limited(tmp_path, configurations=2)

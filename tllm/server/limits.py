@@ -367,7 +367,8 @@ class SharedCounts:
     def totals(self, caller: int) -> tuple[int, int]:
         """Requests and ways of steering in flight."""
         found = [self._own[caller]]
-        for path in self._folder.iterdir():
+        there = self._folder.iterdir() if self._folder.is_dir() else ()  # if nobody has cleaned up
+        for path in {*self._others, *there}:
             told = re.fullmatch(r"(\d+)-(\d+)", path.name)
             if path == self._path or told is None:  # a file system may leave names of its own
                 continue
