@@ -45,7 +45,7 @@ from tllm.ports import Payload, PerToken
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
 from tllm.server.bodies import CheckedBodies
-from tllm.server.doors import Door, prompt_tokens
+from tllm.server.doors import Door, num_prompts, prompt_tokens
 from tllm.server.fields import FieldError, asked_in, field_error
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
@@ -504,6 +504,23 @@ def test_a_stream_goes_on_whatever_a_consumer_says_of_its_tokens():
         "a": {"positions": [0, 1], "values": [0.5, "inf"]},
         "b": {"positions": [0, 1], "scores": [1.5, 2.5], "share": 0.25},
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2]}, 1),
+        ({"prompt": ["x", "y"]}, 2),
+        ({"prompt_embeds": b"x"}, 1),
+        ({"prompt_embeds": [b"x", b"y"]}, 2),
+        ({"prompt": "x", "prompt_embeds": b"y"}, 2),
+        ({"prompt": "", "prompt_embeds": [b"y"]}, 1),
+        ({"messages": []}, 1),
+    ],
+)
+def test_prompts_of_a_request_are_counted_in_all_its_fields(given, prompts):
+    assert num_prompts(SimpleNamespace(**given)) == prompts
 
 
 def test_what_is_refused_of_a_sweep_names_it(tmp_path):

@@ -156,7 +156,7 @@ class Door:
 
     async def _check_one_prompt(self, request: Any, asked: Mapping[str, Any]) -> None:
         """Refuse options of one prompt where there are several, all of which would have them."""
-        prompts = _num_prompts(request)
+        prompts = num_prompts(request)
         named = [
             (field, name) for field in ("capture", "consumers") for name in asked.get(field, {})
         ]
@@ -419,6 +419,19 @@ def prompt_tokens(components: Any) -> list[int]:
     return list(components.token_ids)
 
 
+def num_prompts(request: Any) -> int:
+    """How many prompts a request has: of completions there may be several."""
+    given = (getattr(request, name, None) for name in ("prompt", "prompt_embeds"))
+    return max(1, sum(map(_num_in, given)))
+
+
+def _num_in(given: Any) -> int:
+    """How many prompts a field has: texts, lists of tokens, or embeddings."""
+    if not given:
+        return 0
+    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
+
+
 def _is_conditional(steering: Any) -> bool:
     """Whether an entry of steering has a condition."""
     if isinstance(steering, Mapping):
@@ -496,14 +509,6 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             f"{field} was given with background=true, but an answer that is fetched later has no "
             "place for results; leave one of them out",
         )
-
-
-def _num_prompts(request: Any) -> int:
-    """How many prompts a request has: of completions there may be several."""
-    given = getattr(request, "prompt", None)
-    if not isinstance(given, list) or not given or isinstance(given[0], int):
-        return 1
-    return len(given)
 
 
 def _wanted_of(consumers: Mapping[str, Any]) -> list[str]:
