@@ -18,6 +18,8 @@ from tllm.client import checked_params
 from tllm.client.front_end import Client
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.consumers.lens import LensConsumer
+from tllm.engine.refusals import RefusedError
 from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import GroupUse
 from tllm.spec.media import MediaItem
@@ -320,3 +322,35 @@ def test_what_was_pending_when_the_workers_could_not_be_asked_any_more_is_lost()
     result = output.consumer_results["mine"]
     assert result.status == "error"
     assert "could not be asked for the result: RuntimeError: Server shutting down" in result.error
+
+
+def input_of(client, first=None, **options):
+    """An input of a streamed prompt, which asks this of a lens."""
+    params = SamplingParams(consumers={"lens": options})
+    with pytest.raises(StopIteration) as done:
+        next(client.admission.admit(params, "id", streamed=True, first=first))
+    later = done.value.value
+    if first is not None:
+        client.admission.check_input(first, later)
+        first.take_in(later)
+    return later
+
+
+def test_inputs_of_a_streamed_prompt_have_the_layers_of_its_lens_in_common():
+    """Rows of other layers were taken for those of the last input; where there were more of them,
+    the lens was detached for all."""
+    client = a_client(LensConsumer())
+    points = SimpleNamespace(num_layers=2, check=lambda point, layer: None)
+    client.registered.composer.facts = SimpleNamespace(points=points)
+    first = input_of(client, layers=[0], top_k=2)
+    input_of(client, first, layers=[0], top_k=1, positions="last_prompt")
+    refusal = r"consumers\['lens'\]: an input .* otherwise .*\{'layers': \[1\]\} and .* \[0\]\}"
+    for again in (False, True):
+        if again:  # an input between them goes without
+            input_of(client, first, enabled=False)
+        with pytest.raises(RefusedError, match=refusal):
+            input_of(client, first, layers=[1])
+    late = input_of(client, enabled=False)
+    input_of(client, late, layers=[0])
+    with pytest.raises(RefusedError, match="begin another request"):
+        input_of(client, late)

@@ -97,7 +97,7 @@ def _check_methods(consumer: Consumer, flows: Iterable[ConsumerFlow]) -> None:
                 consumer.consumer_id,
                 type(consumer).__name__,
             )
-    for attribute in ("remote_methods", "one_prompt_options"):
+    for attribute in ("remote_methods", "one_prompt_options", "lasting_options"):
         if isinstance(names := getattr(consumer, attribute), str):
             raise TypeError(
                 f"{attribute}={names!r} of consumer {consumer.consumer_id!r} is one text; give a "

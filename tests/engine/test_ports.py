@@ -199,9 +199,10 @@ def test_what_could_not_be_called_from_the_users_process_is_refused(named, says)
     with pytest.raises(TypeError, match=says):
         check(Saving(*named))
     check(Saving("save", "read_stats"))
-    one = type("One", (Saving,), {"one_prompt_options": "name"})
-    with pytest.raises(TypeError, match=r"one_prompt_options='name' of .* \('name',\)"):
-        check(one())
+    for attribute in ("one_prompt_options", "lasting_options"):
+        one = type("One", (Saving,), {attribute: "name"})
+        with pytest.raises(TypeError, match=rf"{attribute}='name' of .* \('name',\)"):
+            check(one())
 
 
 def test_request_meta_tells_who_each_row_belongs_to(llm):

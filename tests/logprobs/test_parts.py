@@ -24,6 +24,8 @@ from tllm.logprobs.arena import Arena
 from tllm.logprobs.bulk_turns import address_of
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
 from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
+from tllm.ports import PortBundle, RequestInfo, RowMeta
+from tllm.runtime.transfer import PinnedCopy
 from tllm.shared_memory import SharedRows
 
 
@@ -606,3 +608,34 @@ def test_backends_by_name():
         assert seeded[0] == seeded[1]
     with pytest.raises(RuntimeError, match="cleanup"):
         lm.next_token_logprobs_sync([5])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"top_k": 2}, {"top_k": 3}),
+        ({"token_ids": [1, 2]}, {"token_ids": [1, 3]}),
+        ({"top_k": 2}, {}),
+    ],
+)
+def test_inputs_that_ask_for_different_values_are_their_own_requests_error(before, after):
+    """The consumer was detached for all who asked."""
+    ctx = SimpleNamespace(
+        device=torch.device("cpu"),
+        model=SimpleNamespace(first_rank=True),
+        to_host=PinnedCopy,
+        upload=torch.from_numpy,
+    )
+    consumer = NextTokenConsumer()
+    consumer.start(ctx)
+    results = []
+    for slot, later in ((0, after), (1, dict(before))):
+        infos = [RequestInfo("a", f"{slot}", 0, 1, slot, 4, options=o) for o in (before, later)]
+        for position, info in enumerate(infos):
+            meta = RowMeta((info,), np.zeros(1, np.int32), np.array([position]), np.zeros(1, int))
+            consumer.consume_bundle(PortBundle({"logits": torch.randn(1, 8)}, meta, {}), ctx)
+        results.append(consumer.on_request_finished(infos[-1], ctx))
+    differ, alike = results
+    assert differ.status == "error" and "asked for different top_k or token_ids" in differ.error
+    values = alike["values"] if "top_k" in before else alike
+    assert values.positions.tolist() == [0, 1] and values.values.shape == (2, 2)

@@ -184,8 +184,17 @@ class RequestAdmission:
         prepared.params.extra_args[EXTRA_ARG] = replace(spec, conversation=use).to_wire()
 
     def check_input(self, request: Prepared, later: Prepared) -> None:
-        """Refuse a later input of a streamed prompt whose rows would be written to by a consumer
-        that the request did without: its cached blocks are shared with others."""
+        """Refuse a later input of a streamed prompt that asks a consumer otherwise than an earlier
+        one for what is one result; and one whose rows would be written to by a consumer that the
+        request did without: its cached blocks are shared with others."""
+        for name, options in later.lasting.items():
+            before = request.lasting.get(name, options)
+            if options != before:
+                raise RefusedError(
+                    f"consumers[{name!r}]: an input of a streamed prompt asks otherwise than an "
+                    f"earlier one ({dict(options)} and {dict(before)}), and their rows are one "
+                    "result; ask the same of every input, or begin another request"
+                )
         if wire_of(request.params).get("isolated"):
             return
         wanted = later.named | (request.unused - later.unused)
@@ -196,6 +205,17 @@ class RequestAdmission:
                     f"consumers[{name!r}]: an input of a streamed prompt asks for it, and it "
                     "writes to rows; ask for it in the request, or begin another one"
                 )
+
+    def _lasting(self, asked: Asked, uses: Uses) -> dict[str, dict[str, Any]]:
+        """By consumer, the options that every input of a streamed prompt has to give alike."""
+        return {
+            name: {
+                option: asked.consumers.get(name, {}).get(option)
+                for option in consumer.lasting_options
+            }
+            for name, consumer in self._registered.consumers.items()
+            if consumer.lasting_options and name not in uses.unused
+        }
 
     def leave(self, prepared: Prepared) -> WorkerCall | None:
         """What the workers have to hear of a request that did not begin, beside that it is over."""
@@ -251,6 +271,7 @@ class RequestAdmission:
             streamed=kind.streamed,
             unused=frozenset(uses.unused),
             named=frozenset(asked.consumers.keys() - uses.unused),
+            lasting=self._lasting(asked, uses) if kind.streamed else {},
             groups=groups,
             patch=asked.patch,
             ended_by=frozenset(name for _, name in (*stops, *aborts)),

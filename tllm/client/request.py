@@ -74,6 +74,7 @@ class Prepared:
             answers between them.
         unused: the consumers that were registered and have nothing to do with it.
         named: the consumers that it asks for by name.
+        lasting: by consumer, the options that later inputs of its prompt have to give alike.
         groups: what its rows are steered with.
         patch: the rows that are put in the place of its own.
         ended_by: names of the conditions that may end a sample, or refuse the prompt.
@@ -90,6 +91,7 @@ class Prepared:
     streamed: bool = False
     unused: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
+    lasting: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: tuple[SteeringGroup, ...] = ()
     patch: RequestPatch | None = None
     ended_by: frozenset[str] = frozenset()
@@ -103,6 +105,7 @@ class Prepared:
         with its own."""
         self.unused &= later.unused
         self.named |= later.named
+        self.lasting = {**later.lasting, **self.lasting}
         self.wants_tokens |= later.wants_tokens
 
     @property

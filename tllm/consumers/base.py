@@ -83,6 +83,10 @@ class Consumer(ABC):
     #: several prompts, which all have its options, may not give them.
     one_prompt_options: Sequence[str] = ()
 
+    #: Its options that every input of a streamed prompt has to give alike: rows of one result that
+    #: were asked for otherwise could not be told apart.
+    lasting_options: Sequence[str] = ()
+
     #: Methods that `call_consumer` may call in the workers, with plain arguments and answers.
     remote_methods: Sequence[str] = ()
 

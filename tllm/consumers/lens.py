@@ -44,6 +44,7 @@ class LensConsumer(ReadoutConsumer):
     """
 
     known_options = ("layers", "top_k")
+    lasting_options = ("layers",)
     uses_lm_head = True
     ranks = "all"  # which may hold parts of the LM head
 

@@ -43,6 +43,11 @@ _FLOWS = (
 _SENT = {"place": (str, int, int), "address": (str, int, int, int, list)}
 """Options that say where results go, and of what kind their parts are."""
 
+_DIFFERENT = (
+    "inputs of a streamed prompt asked for different top_k or token_ids, and what is given of "
+    "their tokens is one result; ask the same of every input, or give each a 'ticket'"
+)
+
 _CHUNK_BYTES = 64 * 2**20
 """Rows are normalised this much at a time: vLLM's memory profile knows nothing of us."""
 
@@ -270,7 +275,7 @@ class NextTokenConsumer(Consumer):
                 self._kept.put(ask.ticket, arriving, i)
             else:
                 kept = self._by_slot.setdefault(ask.slot, ResultsByPosition())
-                kept.add(int(position), arriving, i)
+                kept.add(int(position), arriving, i, ask.options)
 
     def pop(self, tickets: Sequence[int]) -> dict[int, NextToken | DroppedResult]:
         """The last result of each ticket that this worker has, or had to drop; it is given once."""
@@ -290,6 +295,8 @@ class NextTokenConsumer(Consumer):
         if ask is not None and ask.problem:
             return RequestResult(None, "error", ask.problem)
         kept = self._by_slot.pop(request.slot, None)
+        if kept is not None and kept.differ:
+            return RequestResult(None, "error", _DIFFERENT)
         return None if kept is None else kept.all()
 
     def stop(self) -> None:

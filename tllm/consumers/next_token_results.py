@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +114,25 @@ class KeptResults:
 
 
 class ResultsByPosition:
-    """Results of one sequence, in the order of their positions."""
+    """Results of one sequence, in the order of their positions.
+
+    Attributes:
+        differ: whether some are of other options than others, as inputs of a streamed prompt may
+            have them.
+    """
 
     def __init__(self) -> None:
         self._positions: list[int] = []
         self._rows: list[tuple[ArrivingRows, int]] = []
+        self._options: Mapping[str, Any] | None = None
+        self.differ = False
 
-    def add(self, position: int, arriving: ArrivingRows, row: int) -> None:
+    def add(
+        self, position: int, arriving: ArrivingRows, row: int, options: Mapping[str, Any]
+    ) -> None:
+        if self._options is not options:
+            before, self._options = self._options, options
+            self.differ |= before is not None and _values_of(before) != _values_of(options)
         self._positions.append(position)
         self._rows.append((arriving, row))
 
@@ -131,3 +144,8 @@ class ResultsByPosition:
         if ids[0] is None:
             return found
         return {"values": found, "token_ids": PerToken(positions, torch.stack(ids).numpy())}
+
+
+def _values_of(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which values a request is given of each token."""
+    return tuple(options.get(name) for name in ("top_k", "token_ids"))
