@@ -16,6 +16,7 @@ from tllm.ports import (
     ResidualStream,
     Sampler,
     Steer,
+    Stop,
     TokenTarget,
 )
 from tllm.spec.request import RequestSpec, RowsRead
@@ -138,6 +139,36 @@ def test_what_a_controller_does_to_a_request_ends_with_it(engine, leaves):
     assert changed[0] == changed[-1] == 0.0
     errors = engine.session._slots.get("a").errors
     assert bool(errors) == (leaves != "unregister")
+
+
+class Stops(Positions):
+    """Ends requests for a reason."""
+
+    def __init__(self, reason):
+        super().__init__()
+        self.reason = reason
+
+    def flows(self):
+        return [ConsumerFlow(reads=(READ,), writes=(Actions.write("stop"),))]
+
+    def decide(self, rows, ctx):
+        return [Stop(request, self.reason) for request in rows.meta.requests]
+
+
+@pytest.mark.parametrize("reason", [np.array(["sad", "gay"])[0], "sad\ud800"])
+def test_the_reason_of_a_stop_can_be_sent_to_the_users_process(engine, reason):
+    """vLLM's thread that sends outputs ended with the first that could not."""
+    engine.session.register(Stops(reason))
+    engine.session.sequences.start("a", [1] * PROMPT, PROMPT, RequestSpec("a", "a", acted=True), 0)
+    engine.computed["a"] = 0
+    engine.step(a=PROMPT)
+    controlled = engine.session._slots.get("a").controlled
+    (decided,) = controlled.decided["positions"]
+    if isinstance(reason, np.str_):
+        assert type(controlled.stop.data["reason"]) is str and decided.error is None
+    else:
+        assert controlled.stop is None
+        assert decided.error == r"Stop(reason)='sad\ud800' has lone surrogates; leave them out"
 
 
 def test_an_array_for_other_layers_than_the_models_is_refused_of_a_controller():

@@ -20,7 +20,7 @@ from tllm.runtime.decided_steering import DecidedGroups, DecidedSteering, NamedS
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.verdicts import Fired
-from tllm.spec.reading import scalar, whole_number
+from tllm.spec.reading import check_text, scalar, whole_number
 from tllm.spec.selection import END
 from tllm.spec.tiers import Tiers
 
@@ -236,7 +236,10 @@ class Controllers:
         elif isinstance(action, Stop):
             if not isinstance(action.reason, str) or not action.reason:
                 return f"Stop(reason={action.reason!r:.80}): give a text that is not empty"
-            decided.data = {"reason": action.reason}
+            try:
+                decided.data = {"reason": check_text(action.reason, "Stop(reason)")}
+            except ValueError as error:
+                return str(error)
             if sequence.controlled.stop is None:
                 sequence.controlled.stop = decided
                 self._stopping[sequence.engine_id] = sequence
