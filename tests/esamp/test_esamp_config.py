@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig, from_options
 
@@ -125,3 +126,14 @@ def test_numbers_of_numpy_are_numbers():
     config = ESampConsumerConfig(rank=np.int64(8), beta=np.float32(0.5), lr=np.float32(0.25))
     assert (config.rank, config.beta, config.lr) == (8, 0.5, 0.25)
     assert type(config.rank) is int
+    small = np.float32(0.5)
+    others = {"eps": small, "weight_decay": small, "betas": [small, small]}
+    config = ESampConsumerConfig(lr=torch.tensor(0.25), **others)
+    numbers = [config.lr, config.eps, config.weight_decay, *config.betas]
+    assert numbers == [0.25, *[0.5] * 4] and {*map(type, numbers)} == {float}
+
+
+@pytest.mark.parametrize("given", [0.3, {"beta": 0.3}, ESampConsumerConfig])
+def test_what_is_no_configuration_is_refused(given):
+    with pytest.raises(TypeError, match=r"config=.*give ESampConsumerConfig\(\.\.\.\)"):
+        ESampConsumer(given)

@@ -94,11 +94,13 @@ class ESampConsumerConfig:
             require_bool(name, getattr(self, name))
         require_one_of("scope", self.scope, Scope)
         require_one_of("on_full", self.on_full, OnFull)
-        object.__setattr__(self, "beta", scalar(self.beta, "beta"))
+        # Kernels take numbers of Python's own.
+        for name in ("beta", "lr", "eps", "weight_decay"):
+            object.__setattr__(self, name, scalar(getattr(self, name), name))
         for name in ("lr", "eps"):
-            if scalar(getattr(self, name), name) <= 0:
+            if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be > 0")
-        if scalar(self.weight_decay, "weight_decay") < 0:
+        if self.weight_decay < 0:
             raise ValueError(f"weight_decay={self.weight_decay!r} is not allowed; it must be >= 0")
         self._check_betas()
         self._check_sites()
@@ -117,10 +119,10 @@ class ESampConsumerConfig:
         betas = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} is not allowed; it must be two numbers")
-        for beta in betas:
-            if not 0 <= scalar(beta, "betas") < 1:
-                raise ValueError(f"betas={betas!r} is not allowed; both must be in [0, 1)")
-        object.__setattr__(self, "betas", tuple(betas))
+        found = tuple(scalar(beta, "betas") for beta in betas)
+        if not all(0 <= beta < 1 for beta in found):
+            raise ValueError(f"betas={betas!r} is not allowed; both must be in [0, 1)")
+        object.__setattr__(self, "betas", found)
 
     def _check_sites(self) -> None:
         source = hook_named(self.source_site, "source_site")

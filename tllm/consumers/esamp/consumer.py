@@ -35,6 +35,8 @@ class ESampConsumer(Consumer):
     remote_methods = ("forget_group",)
 
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
+        if not isinstance(config, ESampConsumerConfig | None):
+            raise TypeError(f"config={config!r:.80}; give ESampConsumerConfig(...), or nothing")
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
         self.uses_lm_head = self.config.guide
