@@ -1,4 +1,4 @@
-"""`torch.inference_mode()` as a decorator for calls of every step."""
+"""`torch.inference_mode()` as a decorator for calls of every step, and what to do about it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ def in_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
             return call(*args, **kwargs)
 
     return within
+
+
+def advice_on(error: BaseException) -> str:
+    """What to add to the message of an error that torch raises where something is to be learned in
+    inference mode, or of rows that were made in it; empty for any other."""
+    text = str(error) if type(error) is RuntimeError else ""
+    if "nference tensor" not in text and "does not require grad" not in text:
+        return ""
+    return (
+        "; rows come in torch's inference mode, in which nothing is learned: use `with "
+        "torch.inference_mode(False), torch.enable_grad():`, clone() the rows in it, and make in "
+        "it, or in start(), what is trained"
+    )

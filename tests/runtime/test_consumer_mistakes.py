@@ -217,3 +217,73 @@ def test_rows_of_tokens_may_be_listed_in_any_order():
     found = PerToken([3, 1, 2, 1], ["d", "b", "c", "b2"])
     assert found.positions.tolist() == [1, 2, 3]
     assert list(found.values) == ["b2", "c", "d"]
+
+
+class Learns(Positions):
+    """Fits a line to the rows.
+
+    Args:
+        left: whether inference mode is left for it.
+        wrong: what else it does, and shall not.
+    """
+
+    def __init__(self, left, wrong):
+        super().__init__()
+        self.left, self.wrong = left, wrong
+
+    def flows(self):
+        return [ConsumerFlow(reads=(READ,))]
+
+    def start(self, ctx):
+        self.line = torch.nn.Linear(HIDDEN, 1)
+
+    def consume_bundle(self, bundle, ctx):
+        rows = bundle.entries[READ.role]
+        if self.wrong == "parameters":
+            self.line = torch.nn.Linear(HIDDEN, 1)
+        with torch.inference_mode(not self.left), torch.enable_grad():
+            self.line(rows if self.wrong == "rows" else rows.clone()).sum().backward()
+            torch.optim.SGD(self.line.parameters(), 0.1).step()
+        if self.wrong == "other":
+            raise RuntimeError("inference is over")
+
+
+@pytest.mark.parametrize(
+    ("left", "wrong", "advised"),
+    [
+        (False, "mode", True),
+        (True, "rows", True),
+        (True, "parameters", True),
+        (True, "other", False),
+    ],
+)
+def test_who_would_learn_in_inference_mode_is_told_how(engine, left, wrong, advised):
+    engine.session.register(Learns(left, wrong))
+    engine.start("a")
+    with torch.inference_mode():
+        engine.step(a=PROMPT)
+    told = engine.session.consumers.get("positions").error
+    assert told.startswith("RuntimeError: ")
+    assert ("torch.inference_mode(False), torch.enable_grad()" in told) == advised, told
+
+
+class LearnsToDecide(Learns):
+    """The same in `decide`."""
+
+    def flows(self):
+        return [ConsumerFlow(reads=(READ,), writes=(Actions.write("note"),), window="next_step")]
+
+    def decide(self, rows, ctx):
+        self.consume_bundle(rows, ctx)
+
+
+def test_a_controller_that_would_learn_in_inference_mode_is_told_how(engine):
+    engine.session.register(LearnsToDecide(False, "mode"))
+    spec = RequestSpec("a", "a", acted=True)
+    engine.session.sequences.start("a", [1] * PROMPT, PROMPT, spec, 0)
+    engine.computed["a"] = 0
+    with torch.inference_mode():
+        engine.step(a=PROMPT)
+        engine.step()
+    (told,) = engine.session._slots.get("a").errors.values()
+    assert "torch.inference_mode(False), torch.enable_grad()" in told

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tllm.inference_mode import advice_on
 from tllm.ports import Action, Note, PortBundle, RequestInfo, SetScale, Steer, Stop
 from tllm.ports.payload import reason_of
 from tllm.runtime.assignments import Assignments
@@ -283,7 +284,7 @@ class Controllers:
         """`decide` raised: the requests of the bundle will hear of it, before the next step."""
         counts = self._counts[owner.id]
         counts.raised += 1
-        text = reason_of(error)
+        text = reason_of(error) + advice_on(error)
         found = map(self._slots.running, bundle.meta.requests)
         failed = [(sequence.engine_id, owner.id, text) for sequence in found if sequence]
         with self._lock:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from tllm.cuda_streams import CurrentStream, current_stream
+from tllm.inference_mode import advice_on
 from tllm.ports import PortBundle
 from tllm.ports.payload import reason_of
 from tllm.runtime.batch import Frame
@@ -89,10 +90,11 @@ class Dispatcher:
         """Detach a consumer because of an error; any later one of its is the same mistake."""
         if not owner.alive:
             return
-        owner.error = reason_of(error)
+        owner.error = reason_of(error) + advice_on(error)
         logger.error(
-            "consumer %r raised and is detached; generation goes on without it.\n%s",
+            "consumer %r raised and is detached; generation goes on without it%s.\n%s",
             owner.id,
+            advice_on(error),
             "".join(traceback.format_exception(error)),
         )
         try:
@@ -312,9 +314,10 @@ class Dispatcher:
                 raise
             logger.error(
                 "consumer %r raised in decide; the %d requests that it was given rows of go on "
-                "without it.\n%s",
+                "without it%s.\n%s",
                 owner.id,
                 len(bundle.meta.requests),
+                advice_on(error),
                 "".join(traceback.format_exception(error)),
             )
             self._controllers.fail(owner, bundle, error)
