@@ -277,6 +277,15 @@ def test_batches_give_every_row_once_in_order(mixed: Store, rows: int) -> None:
     assert len(batches) == len(mixed.stream("post_block", 1, rows=rows))
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_two_arrays_of_the_same_records_come_in_one_order(mixed: Store, shuffle: bool) -> None:
+    layers = [mixed.batches("post_block", n, rows=7, shuffle=shuffle, seed=3) for n in (0, 1)]
+    for one, other in zip(*layers, strict=True):
+        assert one.request_ids == other.request_ids
+        assert torch.equal(one.records, other.records)
+        assert torch.equal(one.positions, other.positions)
+
+
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 200), min_size=1, max_size=12),
