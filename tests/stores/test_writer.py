@@ -163,6 +163,23 @@ def test_records_that_were_overwritten_do_not_count_as_used(tmp_path: Path, layo
     assert stores.open(tmp_path).nbytes == 2 * one
 
 
+def test_a_record_ends_also_beyond_a_limit_that_was_lowered(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        writer.submit(record_of("r"))
+    with StoreWriter(tmp_path, max_bytes=1) as writer:
+        stream = writer.begin(RecordMeta("s"))
+        stream.append("post_block", 0, [0], torch.ones(1, 4))
+        lost = stream.finish()
+        given_up = writer.begin(RecordMeta("t"))
+        given_up.abort()
+        empty = writer.submit(record_of("u", rows=0))
+        writer.flush()
+        assert isinstance(refused := lost.exception(0), StoreError)
+        assert refused.reason == "limit"
+        assert isinstance(given_up.future.exception(0), StoreError)
+        assert empty.result(0).status == "ok"
+
+
 def test_a_stream_at_the_limit_keeps_what_fits_and_says_so(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, max_bytes=100, publish_interval=0.05) as writer:
         stream = writer.begin(RecordMeta("r"))

@@ -358,7 +358,8 @@ class StoreWriter:
         nbytes, recording = item.nbytes, item.recording
         with self._lock:
             limit = self._options.max_bytes
-            if limit is not None and self._spent + nbytes > limit:
+            # The end of a record has no bytes, and comes through also where more are used already.
+            if limit is not None and nbytes and self._spent + nbytes > limit:
                 return StoreError(
                     f"{recording.what}: {nbytes} bytes more would exceed max_bytes={limit}, of "
                     f"which {self._spent} are used; raise it, or use another root",
