@@ -151,6 +151,30 @@ def test_texts_of_records_that_are_there_are_encoded_together_and_compared_one_b
         capturing._earlier_run(job).captured(prompts)
 
 
+def test_reduced_rows_of_other_positions_are_no_job_to_go_on_with(tmp_path):
+    def job(positions):
+        capture = {"hooks": "post_block:1", "reduction": "mean", "positions": positions}
+        return capturing.Job(str(DEMO), Path(__file__), tmp_path, capture)
+
+    without_first = {"exclude": {"positions": [0]}}
+    with tllm.stores.StoreWriter(tmp_path) as writer:
+        meta = tllm.stores.RecordMeta(
+            "p",
+            prompt_len=4,
+            token_ids=[5, 6, 7, 8, 9],
+            model=str(DEMO),
+            reduction="mean",
+            metadata=capturing._options(job(without_first))["metadata"],
+        )
+        rows = tllm.stores.Rows(torch.zeros(1, 4), [3])
+        writer.submit(tllm.stores.Record(meta, {("post_block", 1): rows}))
+    prompts = {"p": {"prompt_token_ids": [5, 6, 7, 8]}}
+    for same in (without_first, [1, 2, 3]):
+        assert capturing._earlier_run(job(same)).captured(prompts) == {"p"}
+    with pytest.raises(ValueError, match="'p' with the tag '' with rows of other positions"):
+        capturing._earlier_run(job("all")).captured(prompts)
+
+
 def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, arguments, tmp_path):
     """As `timeout` and cluster schedulers do; the engine went on alone, and had the store."""
     prompts = prompts_of([5 + number % 20 for number in range(400)])

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import tllm.stores
-from tllm.cli.earlier_run import EarlierRun
+from tllm.cli.earlier_run import REDUCED_POSITIONS, EarlierRun
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
@@ -156,7 +156,7 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     from tllm.engine.options import CHEAP_POINTS
     from tllm.engine.refusals import REFUSALS
 
-    spec = CaptureSpec.parse(job.capture, "capture")
+    spec, options = CaptureSpec.parse(job.capture, "capture"), _options(job)
     points = {*CHEAP_POINTS, *(point for point, _ in spec.hooks)}
     # What is there under one of these names is not whole: it is made anew.
     consumer = FilesystemConsumer(
@@ -186,7 +186,7 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
                     temperature=0.0,
                     max_tokens=job.max_tokens,
                     detokenize=False,
-                    capture={NAME: {**job.capture, "request_id": name}},
+                    capture={NAME: {**options, "request_id": name}},
                 )
                 try:
                     llm.enqueue(prompt, params, use_tqdm=False)
@@ -206,6 +206,14 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     summary.seconds = time.monotonic() - begin
     summary.rows_dropped = sum(worker["rows_dropped"] for worker in llm.intervention_stats())
     llm.clear_consumers()
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """What each request asks for, but for the name of its record."""
+    if job.capture.get("reduction", "none") == "none":
+        return dict(job.capture)
+    positions = job.capture.get("positions", "all")
+    return {**job.capture, "metadata": {REDUCED_POSITIONS: positions}}
 
 
 def _count(llm: Any, outputs: list[Any], summary: Summary) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 
 import tllm.stores
 from tllm.spec.capture import CaptureSpec
-from tllm.spec.selection import intersected
+from tllm.spec.selection import Intervals, Selection, intersected
+
+REDUCED_POSITIONS = "reduced_positions"
+"""In a record's metadata: the positions that were asked for. A reduced row does not say which rows
+it was made of."""
 
 # Records of which the positions themselves are compared: they lie beside the rows. Of all others
 # only their number is.
@@ -124,16 +128,19 @@ class EarlierRun:
             raise self._other(record, f"of {generated} generated tokens", str(self.max_tokens))
 
     def _check_positions(self, record: tllm.stores.StoredRecord, *, read: bool) -> None:
-        if record.reduction != "none" or not record.keys:
+        if not record.keys:
             return
-        tokens = record.token_ids[:-1]  # the last one has no row
-        meant = self.asked.positions.intervals(record.prompt_len, tokens)
-        within = intersected(meant, ((0, len(tokens)),))
-        rows, _ = record.shape(*record.keys[0])
-        matches = rows == sum(stop - start for start, stop in within)
-        if matches and read:
-            there = record.positions(*record.keys[0]).tolist()
-            matches = sorted(there) == [p for start, stop in within for p in range(start, stop)]
+        within = _intervals(self.asked.positions, record)
+        if record.reduction != "none":
+            noted = record.metadata.get(REDUCED_POSITIONS)
+            before = None if noted is None else Selection.parse(noted, REDUCED_POSITIONS)
+            matches = before is None or _intervals(before, record) == within
+        else:
+            rows, _ = record.shape(*record.keys[0])
+            matches = rows == sum(stop - start for start, stop in within)
+            if matches and read:
+                there = record.positions(*record.keys[0]).tolist()
+                matches = sorted(there) == [p for start, stop in within for p in range(start, stop)]
         if not matches:
             raise self._other(record, "with rows of other positions", "those of --positions")
 
@@ -142,6 +149,12 @@ class EarlierRun:
             f"out {str(self.out)!r} has a record of {record.request_id!r} with the tag "
             f"{self.tag!r} {there}, and {now} is asked for now; give another --tag or --out"
         )
+
+
+def _intervals(positions: Selection, record: tllm.stores.StoredRecord) -> Intervals:
+    """Which of a record's tokens are meant."""
+    tokens = record.token_ids[:-1]  # the last one has no row
+    return intersected(positions.intervals(record.prompt_len, tokens), ((0, len(tokens)),))
 
 
 def _is_same_model(before: str, now: str) -> bool:
