@@ -1,6 +1,7 @@
 """Answers cross processes whole, through shared memory when they are large."""
 
 import asyncio
+import copy
 import gc
 import os
 import pickle
@@ -12,7 +13,7 @@ import torch
 
 from tllm.client import calls
 from tllm.client.answers import SharedFolder, decode
-from tllm.consumers.capture.activations import CapturedRows
+from tllm.consumers.capture.activations import Activations, CapturedRows, StageRows
 from tllm.result_memory import ResultMemory
 from tllm.runtime import answers
 
@@ -210,6 +211,29 @@ def test_names_that_readers_have_removed_are_forgotten():
     gc.collect()
     memory.trim()
     assert files(folder.token) == {folder.token}
+
+
+def test_names_are_forgotten_as_fast_as_they_are_given():
+    """One answer may have those of the results of many requests."""
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows = [memory.empty((1 << 18,), torch.float32).fill_(1) for _ in range(40)]
+    for _ in range(5):
+        decode(writer.encode([each.numpy() for each in rows], folder.token))
+    assert len(writer._written) <= len(rows)
+
+
+def test_rows_that_were_looked_at_are_pickled_once():
+    """By hook point and layer they are views of one tensor, and each would bring all of it."""
+    rows = CapturedRows(np.arange(4, dtype=np.int32), [torch.randn(4, 64, 64)])
+    places = tuple(("post_block", layer) for layer in range(64))
+    blocks = [StageRows(places, rows, rows.up_to(0))]
+    given = Activations(blocks, reduction="none", dtype=torch.float32, num_layers=64)
+    before = len(pickle.dumps(given))
+    assert torch.equal(given["post_block"][-1].tensor, rows.tensor[:, 63])
+    assert len(pickle.dumps(given)) == before
+    for again in (pickle.loads(pickle.dumps(given)), copy.deepcopy(given)):
+        assert torch.equal(again["post_block"][-1].tensor, rows.tensor[:, 63])
 
 
 def test_an_answer_that_comes_after_its_caller_has_left_keeps_nothing(monkeypatch):

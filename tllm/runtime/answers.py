@@ -25,8 +25,8 @@ _KEPT_S = 600.0
 """How long an answer waits for its reader."""
 
 _LOOKED_AT = 16
-"""Names of earlier answers that are looked at with each answer, which adds one: a reader removes
-his, and looking takes a system call."""
+"""Names of earlier answers that are looked at with each answer, beyond as many as were added since:
+a reader removes his, and looking takes a system call."""
 
 _LINKED = 64 << 10
 """Bytes of a file that are worth a link to it: of less, a copy costs no more, and does not hold all
@@ -52,6 +52,7 @@ class AnswerWriter:
     def __init__(self, memory: ResultMemory | None = None) -> None:
         self._memory = memory
         self._written: deque[tuple[float, SharedFile]] = deque()
+        self._added = 0  # since they were looked at
         atexit.register(self._forget, 0.0)
 
     def encode(self, answer: Any, token: str) -> bytes:
@@ -134,13 +135,15 @@ class AnswerWriter:
 
     def _noted(self, file: SharedFile) -> str:
         self._written.append((time.monotonic(), file))
+        self._added += 1
         return file.path.name
 
     def _forget(self, age: float) -> None:
         """Remove names that nobody came for in so many seconds; others who came have removed
         theirs."""
         now = time.monotonic()
-        most = _LOOKED_AT if age else len(self._written)
+        most = self._added + _LOOKED_AT if age else len(self._written)
+        self._added = 0
         for _ in range(min(len(self._written), most)):
             since, file = self._written.popleft()
             if now - since >= age:

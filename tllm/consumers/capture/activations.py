@@ -195,6 +195,10 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
     def problem(self) -> str | None:
         return self._problem
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was looked at are views of the rows, and a view is pickled with all of them.
+        return {name: value for name, value in vars(self).items() if name != "_by_point"}
+
     # -- as the user sees it -------------------------------------------------------------------
 
     def __getitem__(self, point: str) -> Mapping[int | None, Activation]:
