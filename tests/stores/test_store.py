@@ -371,6 +371,13 @@ def test_the_index_saves_reading_sidecars_and_says_the_same(mixed: Store) -> Non
     assert set(layer_1["tag"].to_pylist()) == {"a", "b", ""}
 
 
+def test_names_of_files_may_have_more_than_two_gigabytes(mixed: Store) -> None:
+    """As of a million records with all layers, where a column of `string` ends."""
+    for _ in range(2):
+        assert mixed.index().schema.field("file").type == pa.large_string()
+        mixed = stores.open(mixed.root)  # from the index
+
+
 def test_the_index_is_brought_up_to_date_by_new_sidecars_only(tmp_path: Path) -> None:
     from tllm.stores.catalog import Catalog
 

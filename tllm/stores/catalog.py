@@ -47,7 +47,13 @@ LINE_SCHEMA = pa.schema(
 
 _WIDE = {"str": pa.string(), "int": pa.int64(), "int | None": pa.int32()}
 
-PIECE_SCHEMA = pa.schema({field.name: _WIDE[str(field.type)] for field in fields(PieceEntry)})
+_LONG = {"file": pa.large_string()}
+"""The names of the files of a million records with all layers come to more than the 2 GiB that a
+column of `string` holds in one piece."""
+
+PIECE_SCHEMA = pa.schema(
+    {field.name: _LONG.get(field.name, _WIDE[str(field.type)]) for field in fields(PieceEntry)}
+)
 """One row a piece; `file` is relative to the root here."""
 
 _INDEX_VERSION = b"1"
