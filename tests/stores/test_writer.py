@@ -461,7 +461,20 @@ def rows(**changes) -> dict:
         (rows(positions=[0, 1, 2**31]), "at most 2147483647"),
         (rows(positions=[0.0, 1.0, 2.0]), "give a list of integers"),
         (rows(positions=[[0], [1], [2]]), "give a list of integers"),
+        (
+            rows(positions=torch.tensor([0, 1, 2]).bfloat16()),
+            "post_block.0: positions=tensor.*BFlo",
+        ),
+        (rows(positions=torch.arange(3, device="meta")), "post_block.0: positions=.*meta"),
+        (rows(positions=[[0], [1, 2], 3]), "inhomogeneous.*give a list of integers"),
         ({("post_block", 0): rows_of("x", 1, 8)}, "post_block.0: Tensor was given; give Rows"),
+        (
+            {"post_block": {0: Rows(rows_of("x", 1, 8), [0])}},
+            "arrays has the key 'post_block'; give",
+        ),
+        (None, r"arrays=None is NoneType; give Rows by \(hook, layer\), StackedRows"),
+        (Rows(rows_of("x", 1, 8), [0]), "is Rows; give Rows by"),
+        ([Rows(rows_of("x", 1, 8), [0])], "Rows was given as a stack; give StackedRows"),
     ],
 )
 def test_malformed_rows_are_refused_by_name(tmp_path: Path, arrays, message: str) -> None:
@@ -724,6 +737,11 @@ def test_stacked_rows_are_stored_as_each_array_by_itself(
         ((("post_block", 1),), (2, 4), "give a tensor .rows, places, hidden."),
         ((("post_block", 1),), (2, 1, 4), "1 positions were given for 2 rows"),
         ((("middle", 1),), (1, 1, 4), "unknown hook point 'middle'"),
+        ([("middle", 1)], (1, 1, 4), "unknown hook point 'middle'"),
+        ([], (1, 1, 4), "places=.. is empty"),
+        (None, (1, 1, 4), "places=None is not allowed; give the hook point and layer of each"),
+        ((12,), (1, 1, 4), r"places=\(12,\) is not allowed"),
+        ((("post_block",),), (1, 1, 4), r"places=\(\('post_block',\),\) is not allowed"),
     ],
 )
 def test_stacked_rows_that_are_not_fit_are_refused(
@@ -731,6 +749,17 @@ def test_stacked_rows_that_are_not_fit_are_refused(
 ) -> None:
     with StoreWriter(tmp_path) as writer, pytest.raises(ValueError, match=message):
         writer.submit(Record(RecordMeta("r"), StackedRows(places, torch.zeros(shape), [0])))
+
+
+def test_the_places_of_a_stack_may_be_a_list(tmp_path: Path) -> None:
+    given = StackedRows([("post_block", 1), ("mlp_out", 1)], torch.ones(1, 2, 4), [0])
+    with StoreWriter(tmp_path) as writer:
+        assert writer.submit(Record(RecordMeta("r"), given)).result(60).status == "ok"
+        stream = writer.begin(RecordMeta("s"))
+        with pytest.raises(ValueError, match="NoneType was given as a stack"):
+            stream.append_stack(None)
+        stream.append_stack(given)
+        assert stream.finish().result(60).rows == 2
 
 
 def test_pieces_of_a_stack_must_follow_each_other(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -228,7 +228,7 @@ class CheckedStack:
     def of(cls, given: StackedRows, after: int = -1) -> CheckedStack:
         """Check stacked rows, whose positions are above `after`; raises `ValueError` saying what is
         wrong with them."""
-        keys, tensor = _keys(given.places), given.tensor
+        keys, tensor = keys_of(given), given.tensor
         name = f"{keys[0].name} and {len(keys) - 1} more"
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3 or 0 in tensor.shape[1:]:
             found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
@@ -297,9 +297,26 @@ class CheckedStack:
         ]
 
 
+def keys_of(given: StackedRows) -> tuple[ArrayKey, ...]:
+    """The arrays of stacked rows; `ValueError` for what names none, or is not stacked."""
+    if not isinstance(given, StackedRows):
+        raise ValueError(f"{type(given).__name__} was given as a stack; give StackedRows")
+    try:
+        return _keys(given.places)
+    except TypeError:  # a list cannot be looked up
+        return _keys.__wrapped__(given.places)
+
+
 @lru_cache(4096)
 def _keys(places: tuple[tuple[str | HookPoint, int | None], ...]) -> tuple[ArrayKey, ...]:
-    keys = tuple(ArrayKey.of(hook, layer) for hook, layer in places)
+    try:
+        pairs = [(hook, layer) for hook, layer in places]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"places={places!r:.60} is not allowed; give the hook point and layer of each array, "
+            "such as (('post_block', 12),)"
+        ) from None
+    keys = tuple(ArrayKey.of(hook, layer) for hook, layer in pairs)
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(f"{key.name} is given twice; give it once")
@@ -315,7 +332,13 @@ def checked_positions(
 
     Raises `ValueError` naming the array unless they are integers that ascend, all above `after`.
     """
-    wide = np.asarray(given)
+    try:
+        wide = np.asarray(given)
+    except (TypeError, ValueError) as error:  # on a device, of a type that numpy lacks, or ragged
+        raise ValueError(
+            f"{name}: positions={given!r:.60} are not allowed ({error}); give a list of integers, "
+            "one for each row"
+        ) from None
     if wide.ndim != 1 or (len(wide) and wide.dtype.kind not in "iu"):
         raise ValueError(
             f"{name}: positions of shape {list(wide.shape)} and type {wide.dtype} were given; give "
@@ -338,6 +361,11 @@ def checked_arrays(record: Record) -> list[CheckedStack]:
     if isinstance(record.arrays, Mapping):
         return _checked_singles(record.arrays)
     pieces = [record.arrays] if isinstance(record.arrays, StackedRows) else record.arrays
+    if not isinstance(pieces, Iterable):
+        raise ValueError(
+            f"arrays={pieces!r:.60} is {type(pieces).__name__}; give Rows by (hook, layer), "
+            "StackedRows, or a list of StackedRows"
+        )
     checked: list[CheckedStack] = []
     after = -1
     for piece in pieces:
@@ -360,8 +388,12 @@ def _checked_singles(
     checked: dict[ArrayKey, CheckedStack] = {}
     # Arrays mostly share their positions: they are checked, and stored, once.
     positions: dict[int, PositionArray] = {}
-    for (hook, layer), rows in arrays.items():
-        key = ArrayKey.of(hook, layer)
+    for place, rows in arrays.items():
+        if not isinstance(place, tuple) or len(place) != 2:
+            raise ValueError(
+                f"arrays has the key {place!r:.60}; give (hook, layer), such as ('post_block', 12)"
+            )
+        key = ArrayKey.of(*place)
         if not isinstance(rows, Rows):
             raise ValueError(f"{key.name}: {type(rows).__name__} was given; give Rows")
         if key in checked:

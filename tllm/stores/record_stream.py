@@ -20,6 +20,7 @@ from tllm.stores.record import (
     RecordStatus,
     StackedRows,
     checked_positions,
+    keys_of,
 )
 from tllm.stores.recording import Published, QueuedRows, Recording
 
@@ -90,7 +91,7 @@ class RecordStream:
         record takes either."""
         with self._lock:
             self._require(stacked=True)
-            ends = [self._arrays.get(ArrayKey.of(*place), _NEW)[2] for place in rows.places]
+            ends = [self._arrays.get(key, _NEW)[2] for key in keys_of(rows)]
             self._give(CheckedStack.of(rows, max(ends, default=-1)))
 
     def finish(
