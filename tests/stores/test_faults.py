@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.stores.processes import FORKS, cut_off, hold, outcome, write_until_killed
@@ -29,7 +30,7 @@ from tests.stores.samples import (
     rows_of,
 )
 from tllm import stores
-from tllm.stores import StoreError, StoreWriter
+from tllm.stores import RecordMeta, StoreError, StoreWriter
 
 ROOT = Path(__file__).parents[2]
 JOB = [sys.executable, "-m", "tests.stores.processes"]
@@ -248,16 +249,23 @@ def test_one_writer_id_is_one_process_at_a_time(tmp_path: Path) -> None:
 def test_a_forked_process_neither_writes_nor_waits(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, publish_interval=1000) as writer:
         future = writer.submit(record_of("r"))
-        pid = os.fork()
-        if pid == 0:
-            # What the interpreter does at its end, without pytest's.
-            writer.close()
-            try:
-                writer.submit(record_of("s"))
-            except StoreError as error:
-                os._exit(0 if "another one, under a writer_id of its own" in str(error) else 2)
-            os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+        stream = writer.begin(RecordMeta("t"))
+        for call in (
+            lambda: writer.submit(record_of("s")),
+            lambda: stream.append("post_block", 0, [0], torch.ones(1, 4)),
+            stream.finish,
+        ):
+            pid = os.fork()
+            if pid == 0:
+                # What the interpreter does at its end, without pytest's.
+                writer.close()
+                try:
+                    call()
+                except StoreError as error:
+                    os._exit(0 if "another one, under a writer_id of its own" in str(error) else 2)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+        stream.abort()
         writer.flush()
         assert future.result(0).status == "ok"
     assert stores.open(tmp_path).request_ids() == {"r"}

@@ -163,6 +163,26 @@ def test_records_that_were_overwritten_do_not_count_as_used(tmp_path: Path, layo
     assert stores.open(tmp_path).nbytes == 2 * one
 
 
+def test_rows_whose_caller_was_interrupted_are_missing(tmp_path: Path, monkeypatch) -> None:
+    """Ctrl-C, while it waits for a disk."""
+    with StoreWriter(tmp_path) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        stream.append("post_block", 0, [0], torch.ones(1, 4))
+
+        def interrupted(nbytes: int) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._intake, "_fits", lambda nbytes: False)
+            patch.setattr(writer._intake, "_wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.append("post_block", 0, [1], torch.ones(1, 4))
+        stream.append("post_block", 0, [2], torch.ones(1, 4))
+        result = stream.finish().result(60)
+    assert (result.status, result.rows) == ("partial_error", 2)
+    assert result.error == "rows of post_block.0 were given up while they waited for room"
+
+
 def test_a_record_ends_also_beyond_a_limit_that_was_lowered(tmp_path: Path) -> None:
     with StoreWriter(tmp_path) as writer:
         writer.submit(record_of("r"))

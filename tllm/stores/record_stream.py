@@ -151,7 +151,12 @@ class RecordStream:
         if self._recording is None:
             return
         lost = self._pop_lost()
-        error = self._put(QueuedRows(self._recording, [stack], lost=lost))
+        try:
+            error = self._put(QueuedRows(self._recording, [stack], lost=lost))
+        except BaseException:  # who waits for room may be interrupted, and the record goes on
+            what = f"rows of {stack.keys[0].name} were given up while they waited for room"
+            self._lost = {**lost, what: StoreError(f"{self._recording.what}: {what}", "aborted")}
+            raise
         if error is not None:
             self._lost = lost
             others = f" and {len(stack.keys) - 1} more" if len(stack.keys) > 1 else ""

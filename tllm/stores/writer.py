@@ -174,6 +174,7 @@ class StoreWriter:
         thread = self._intake.lightest()
 
         def put(item: QueuedRows) -> StoreError | None:
+            self._require_own_process()
             error = self._put(thread, item)
             # Not before: `close` waits for a stream that it knows.
             if item.end is not None or item.abort:
@@ -402,6 +403,9 @@ class StoreWriter:
     def _require_open(self) -> None:
         if self._closed:
             raise closed_error()
+        self._require_own_process()
+
+    def _require_own_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
                 f"the writer belongs to process {self._process}, from which this one was forked; "
