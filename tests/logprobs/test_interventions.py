@@ -6,10 +6,14 @@ import asyncio
 
 import pytest
 import torch
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
 
 from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
 from logprobs.steering import HIDDEN, LAYER, STEERED, VECTOR, steered_by
+from tllm import SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.engine.refusals import RefusedError
 from tllm.ports import Actions, ConsumerFlow, ResidualStream, Stop
 
 PROMPT = [60, 61, 62, 63]
@@ -101,6 +105,56 @@ def test_what_is_not_finite_any_more_is_an_error_and_no_answer(lm, reference):
         reference.next_token_logprobs_sync(PROMPT),
         OTHER_ENGINE,
     )
+
+
+ALTERNATING = torch.tensor([1.5e18, 0.0] * (HIDDEN // 2))
+BREAKING = {
+    "steering_vectors": {"post_block": dict.fromkeys((1, 2, 3), ALTERNATING)},
+    "steering_positions": {"token_ids": [700]},
+}
+"""One token of this id is too much."""
+
+
+def test_a_lane_whose_later_step_is_not_finite_hears_of_it_again_and_again(lm, reference):
+    refused = pytest.raises(ValueError, match="is not finite any more at the end of the network")
+
+    async def run():
+        async with lm.open(PROMPT, **BREAKING) as lane:
+            await lane.next()
+            fork = lane.fork()
+            for fed in ([700], [71], [72, 73]):
+                lane.feed(*fed)
+                with refused:
+                    await asyncio.wait_for(lane.next(), 60)
+            fork.feed(71)
+            found = await asyncio.wait_for(fork.next(), 60)
+            await fork.close()
+            return found
+
+    expected = reference.next_token_logprobs_sync([*PROMPT, 71])
+    assert agrees(asyncio.run(run()), expected, OTHER_ENGINE)
+
+
+def test_a_streamed_prompt_ends_with_the_input_that_is_not_finite(lm):
+    """vLLM would drop a token of it with the next, in the place of the one that was drawn."""
+    params = SamplingParams(
+        max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA, **BREAKING
+    )
+    heard = []
+
+    async def inputs():
+        for number, tokens in enumerate((PROMPT, [700], [71])):
+            while len(heard) < number:
+                await asyncio.sleep(0.01)
+            yield StreamingInput({"prompt_token_ids": list(tokens)})
+
+    async def run():
+        async for output in lm.engine.generate(inputs(), params, "streamed"):
+            heard.append(output.outputs[0].finish_reason)
+
+    with pytest.raises(RefusedError, match="is not finite any more"):
+        lm.run(asyncio.wait_for(run(), 60))
+    assert heard == ["length", "error"]
 
 
 def test_completions_may_be_steered_in_their_generated_tokens_only(lm):

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import STREAM_FINISHED
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 
 from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
+from tllm.engine.verdicts import given_up
 
 _FORGOTTEN = "a request that could not be sent is forgotten"
 uses(
@@ -25,6 +26,11 @@ uses(
 )
 uses("vllm.v1.engine.output_processor.OutputProcessor", "request_states", _FORGOTTEN)
 uses("vllm.outputs", "STREAM_FINISHED", "the last output of a streamed prompt")
+uses(
+    "vllm.v1.engine.async_llm",
+    "InputStreamError",
+    "a streamed prompt ends with the input that was refused",
+)
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
 uses("vllm.v1.engine.async_llm.AsyncLLM", "abort", _FORGOTTEN, takes="request_id internal")
 
@@ -113,7 +119,7 @@ class AsyncLLMFront:
             raise
         if (admitted := ADMITTED.get()) is not None:
             admitted()
-        return ResultQueue(queue, self._requests, request)
+        return ResultQueue(queue, self._requests, request, streamed=streamed)
 
     @overrides(
         "vllm.v1.engine.async_llm.AsyncLLM._add_request",
@@ -141,12 +147,16 @@ class ResultQueue:
     Only `get` puts results on the last output, since it may have to wait for them.
     """
 
-    def __init__(self, queue: Any, requests: AsyncRequests, request: Any) -> None:
+    def __init__(
+        self, queue: Any, requests: AsyncRequests, request: Any, *, streamed: bool
+    ) -> None:
         self._queue = queue
         self._requests = requests
         self._request = request
         self._last: Any = None
         self._unfinished: Any = None
+        self._streamed = streamed
+        self._given_up: str | None = None
         self._loop = asyncio.get_running_loop()
         self._open = True
 
@@ -155,6 +165,7 @@ class ResultQueue:
 
     def get_nowait(self) -> Any:
         """The next output, if it is there and nothing is to be waited for."""
+        self._check_goes_on()
         if self._unfinished is None:
             output = self._queue.get_nowait()
             if output is None or not self._is_last(output):
@@ -164,6 +175,7 @@ class ResultQueue:
 
     async def get(self) -> Any:
         """The next output; the last one has its results."""
+        self._check_goes_on()
         output, self._unfinished = self._unfinished, None
         if output is None:
             output = await self._queue.get()
@@ -178,12 +190,20 @@ class ResultQueue:
         self._drop()
         self._queue.close()
 
+    def _check_goes_on(self) -> None:
+        """Refuse to wait for what comes after the error of a streamed prompt, which vLLM takes for
+        the end of an input. It aborts the request where its inputs are at fault."""
+        if self._given_up is not None:
+            raise InputStreamError(RefusedError(self._given_up))
+
     def _is_last(self, output: Any) -> bool:
         """Whether results are to be fetched: for this output, or, when a streamed prompt is over,
         for the one before it."""
         if output is STREAM_FINISHED:
             return self._open and self._last is not None
         self._last = output
+        if self._streamed:
+            self._given_up = given_up(output)
         waits = self._requests.note(self._request, output)
         if output.finished and not waits:
             self._drop()

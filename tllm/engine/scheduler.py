@@ -298,6 +298,8 @@ class _Rules(_Base):
                 # Who asks the same is to hear the same: a row that was not finite is computed anew.
                 groups = self.kv_cache_manager.get_block_ids(request.request_id)
                 self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
+                # No later input follows: there is no drawn token that it would take the place of.
+                request.resumable = False
             request.status, request.stop_reason = end.status, end.reason
             if kept:
                 self._tllm_endings.end_apart(request.request_id)

@@ -178,10 +178,13 @@ class KeptRequest:
         return self._abort is not None
 
     def give_up(self) -> None:
-        """One of its turns in bulk was not computed: what began in bulk goes no further."""
+        """One of its turns in bulk was not computed: it goes no further."""
         if self._abort is not None:
             self._abort()
             self.lose(LaneClosedError())
+        elif self.open and self._task is not None:  # vLLM's client has not heard of its end
+            self.open = False
+            self._task.cancel()
 
     def lose(self, error: Exception) -> None:
         """The engine has ended what was begun in bulk, or it was given up."""
