@@ -264,6 +264,51 @@ def test_of_what_was_removed_long_ago_nothing_is_kept():
     assert registered.change("module:long ago", 0, b"again"), "as it is known: not there"
 
 
+class Replica:
+    """What the workers of one replica know of consumers."""
+
+    def __init__(self):
+        self.registered, self.consumers = Registered(), {}
+        self.registered_since = self.registered.since
+
+    def register(self, name, payload):
+        if name in self.consumers:
+            return False
+        *_, self.consumers[name] = cloudpickle.loads(payload)
+        self.registered.put(f"consumer:{name}", payload)
+        return True
+
+    def withdraw(self, name, registration):
+        if self.consumers.get(name) == registration:
+            del self.consumers[name]
+            self.registered.put(f"consumer:{name}", None)
+
+
+def test_replicas_have_one_consumer_though_two_front_ends_register_it_at_one_moment():
+    """Each of them asks the replicas at once, and these hear of both in different orders."""
+    replicas, fronts = (Replica(), Replica()), [Client().registered for _ in "ab"]
+    steps = [front.add(LoggingConsumer(), False) for front in fronts]
+    calls = [next(each) for each in steps]
+    in_order = [[replicas[0].register(*call.args) for call in calls]]
+    in_order.append([replicas[1].register(*call.args) for call in reversed(calls)][::-1])
+    assert in_order == [[True, False], [False, True]]
+    waiting = dict(zip(steps, map(list, zip(*in_order, strict=True)), strict=True))
+    added = {}
+    while waiting:
+        for each, answers in list(waiting.items()):
+            try:
+                call = each.send(answers)
+            except StopIteration as done:
+                added[each] = done.value
+                del waiting[each]
+            else:
+                asked = not isinstance(call, Pause)
+                waiting[each] = asked and [getattr(r, call.method)(*call.args) for r in replicas]
+    assert [added[each] for each in steps] == [True, False]
+    known = [front.ids for front in fronts]
+    assert known[0] == known[1] == replicas[0].consumers == replicas[1].consumers
+
+
 class SecondFront:
     """What the user of another front end calls."""
 

@@ -13,7 +13,7 @@ import cloudpickle
 from tllm.client import consumer_calls
 from tllm.client.answers import SharedFolder
 from tllm.client.built_in import BUILT_IN
-from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.composer import Composer
 from tllm.client.facts import Facts
 from tllm.client.feature_probes import FeatureProbes
@@ -28,6 +28,9 @@ from tllm.spec.patching import KEPT, PATCHING
 from tllm.spec.reading import registered_names
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
+
+_UNTIL_WITHDRAWN_S, _TRIES = 0.05, 200
+"""How long, and how often, a front end waits for another one to take its consumer back."""
 
 
 class Registrations:
@@ -229,7 +232,7 @@ class Registrations:
                 "cannot be copied in start(ctx), which is called there"
             ) from error
         try:
-            added = any((yield WorkerCall("register", (name, payload))))
+            added = yield from self._added_everywhere(name, registration, payload)
         except (ValueError, RuntimeError) as error:  # of several, which one it is
             yield WorkerCall("withdraw", (name, registration))  # other workers may have it
             yield from self._fetch()
@@ -241,6 +244,26 @@ class Registrations:
             self._adopt(consumer, capturing, registration)
         yield from self._fetch()
         return added
+
+    def _added_everywhere(self, name: str, registration: str, payload: bytes) -> Steps[bool]:
+        """Let all workers add a consumer, unless one of its id is there; whether they did. Of two
+        front ends that ask at one moment replicas may hear in different orders: it is the first
+        replica's that counts, and the other front end takes its own back."""
+        added = yield WorkerCall("register", (name, payload))
+        if not added[0]:
+            if any(added):
+                yield WorkerCall("withdraw", (name, registration))
+            return False
+        for _ in range(_TRIES):
+            if all(added):
+                return True
+            yield Pause(_UNTIL_WITHDRAWN_S)
+            again = yield WorkerCall("register", (name, payload))
+            added = [before or now for before, now in zip(added, again, strict=True)]
+        raise RuntimeError(
+            f"consumer {name!r} is in some workers only, since others have one of its id; "
+            "unregister that, and register it again"
+        )
 
     def speak_for(self, handle: Any) -> None:
         """Let consumers reach the workers through what the user calls, which has this object."""
