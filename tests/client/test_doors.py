@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 
 import pytest
@@ -10,8 +11,9 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
-from tllm import attach
+from tllm import LLM, attach
 from tllm.consumers.base import Consumer
+from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.options import SCHEDULER, WORKERS
 from tllm.ports import ConsumerFlow, ResidualStream
 
@@ -184,6 +186,29 @@ def test_an_engine_of_vllms_that_exists_is_attached_to_once(tiny_model):
     assert output.activations["post_block"][1].tensor.shape[0] == 6
     assert set(handle.consumers) == {"memory"}
     assert watched.added == 1 and watched.steps >= 2
+
+
+def test_consumers_for_an_engine_that_is_attached_without_them_are_refused(llm):
+    for given in ({"consumers": "logging"}, {"capture_consumers": [LoggingConsumer()]}):
+        with pytest.raises(ValueError, match="'logging' was given for an engine that is attached"):
+            attach(llm.llm_engine, **given)
+    llm.register_consumer("logging")
+    assert attach(llm.llm_engine, consumers=["logging"]) is llm
+
+
+def test_an_engine_whose_llm_was_let_go_is_attached_to_once(tiny_model):
+    llm = LLM(tiny_model, **TINY_ENGINE)
+    engine, logging = llm.llm_engine, llm.register_consumer(LoggingConsumer())
+    del llm
+    gc.collect()
+    handle = attach(engine, consumers=["logging"])
+    assert attach(engine) is handle
+    (prompt,) = prompts_of([7])
+    engine.add_request("mine", prompt, greedy(4, capture=CAPTURE))
+    assert stepped(engine)["mine"].activations["post_block"][1].tensor.shape[0] == 10
+    assert logging.is_attached_to(handle) and set(handle.consumers) == {"logging", "memory"}
+    handle.steering.set({"post_block": {1: [0.5] * HIDDEN}})
+    assert handle.steering.status()["global"].keys() == {"vectors"}
 
 
 def test_an_engine_with_other_workers_is_refused(llm):

@@ -24,6 +24,7 @@ from tllm.client.arguments import (
     split,
 )
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
+from tllm.client.calls import Steps
 from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration, check_alone
 from tllm.client.results import check_steered, hand_on
@@ -101,9 +102,10 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             super().__init__(model, **arguments)
         self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
         self._front = self._sync.front
-        self._front.handle = weakref.ref(self)
         run = self._sync.calls.run
-        self._set_up(client, run, SyncGeneration(self.llm_engine, run, self._front))
+        parts = client, run, SyncGeneration(self.llm_engine, run, self._front)
+        self._set_up(*parts)
+        self._front.handle = _also_without(weakref.ref(self), parts)
         self._run(client.registered.current())
 
     @_as(vllm.LLM.encode)
@@ -330,16 +332,19 @@ def attach(
     Args:
         engine: an `AsyncLLM` (of the API server, for example), `LLMEngine` or `LLM` whose workers
             were started with our `worker_cls` and `scheduler_cls`. One that is attached already
-            gives what it is attached to.
+            gives what it is attached to, as it is.
         consumers, capture_consumers, result_timeout_s: as `LLM` takes them. They are registered
             with the first request, unless another front end was first.
 
-    Raises `ValueError` for an engine whose workers are not ours.
+    Raises `ValueError` for an engine whose workers are not ours, and for consumers that one which
+    is attached already does not have.
     """
     engine = engine.llm_engine if isinstance(engine, vllm.LLM) else engine
-    found = handle_of(engine)
+    found: Attached | None = handle_of(engine)
     if found is not None:
-        return found  # type: ignore[no-any-return]
+        given = *one_or_several(consumers), *one_or_several(capture_consumers)
+        found._tllm.registered.check_expected(map(made, given))
+        return found
     check_attached(engine.vllm_config)
     handle = Attached()
     chosen, capturing = _chosen(consumers, capture_consumers, result_timeout_s)
@@ -368,6 +373,28 @@ def _attached(
     handle._set_up(client, run, AsyncGeneration(engine, run))
     driver.front.handle = weakref.ref(handle) if handle is engine else lambda: handle
     return driver
+
+
+def _also_without(
+    llm: weakref.ref[LLM], parts: tuple[Client, Callable[[Steps[Any]], Any], SyncGeneration]
+) -> Callable[[], Attached]:
+    """Gives an `LLM`, and, when its user has let it go and kept the engine, what stands for it.
+
+    Args:
+        parts: that both are set up with.
+    """
+    instead: list[Attached] = []
+
+    def handle() -> Attached:
+        found = llm()
+        if found is not None:
+            return found
+        if not instead:
+            instead.append(Attached())
+            instead[0]._set_up(*parts)
+        return instead[0]
+
+    return handle
 
 
 def _vllm_names() -> set[str]:

@@ -268,8 +268,20 @@ class Registrations:
     def speak_for(self, handle: Any) -> None:
         """Let consumers reach the workers through what the user calls, which has this object."""
         self._handle = weakref.ref(handle)
-        for consumer in self._waiting:
+        for consumer in (*self._waiting, *self.consumers.values()):
             consumer.attach(handle)
+
+    def check_expected(self, given: Iterable[Consumer]) -> None:
+        """Refuse consumers that are neither registered nor waiting to be: they are given to what
+        registers none."""
+        expected = {*self.consumers, *(consumer.consumer_id for consumer in self._waiting)}
+        for consumer in given:
+            if consumer.consumer_id not in expected:
+                raise ValueError(
+                    f"consumer {consumer.consumer_id!r} was given for an engine that is attached "
+                    "already, and does not have it; leave it out, and give it to "
+                    "register_consumer() of what attach(engine) returns"
+                )
 
     def ask(self, call: WorkerCall) -> Steps[list[Any]]:
         yield from self.current()
