@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import multiprocessing
 import signal
 
 import pytest
@@ -11,7 +13,7 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
-from tllm import LLM, attach
+from tllm import LLM, AsyncLLM, attach
 from tllm.consumers.base import Consumer
 from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.options import SCHEDULER, WORKERS
@@ -209,6 +211,38 @@ def test_an_engine_whose_llm_was_let_go_is_attached_to_once(tiny_model):
     assert logging.is_attached_to(handle) and set(handle.consumers) == {"logging", "memory"}
     handle.steering.set({"post_block": {1: [0.5] * HIDDEN}})
     assert handle.steering.status()["global"].keys() == {"vectors"}
+
+
+class Refusing(Consumer):
+    """Cannot begin."""
+
+    consumer_id = "refusing"
+
+    def flows(self):
+        return [ConsumerFlow(reads=[ResidualStream.read(layer=0, site="post_block")])]
+
+    def start(self, ctx):
+        raise ValueError("not here")
+
+
+@pytest.mark.parametrize("made", ["LLM", "AsyncLLM"])
+def test_of_an_engine_whose_consumer_cannot_begin_no_process_is_left(tiny_model, monkeypatch, made):
+    """Also while somebody looks at the error, which keeps all that was made."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    before = set(multiprocessing.active_children())
+
+    async def create():
+        await AsyncLLM.create(tiny_model, consumers=[Refusing()], **TINY_ENGINE)
+
+    with pytest.raises(ValueError, match="'refusing' cannot begin: not here") as told:
+        if made == "LLM":
+            LLM(tiny_model, consumers=[Refusing()], **TINY_ENGINE)
+        else:
+            asyncio.run(create())
+    left = set(multiprocessing.active_children()) - before
+    for process in left:
+        process.join(60)  # it has been told to end
+    assert told.traceback and not any(process.is_alive() for process in left)
 
 
 def test_an_engine_with_other_workers_is_refused(llm):

@@ -106,7 +106,11 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         parts = client, run, SyncGeneration(self.llm_engine, run, self._front)
         self._set_up(*parts)
         self._front.handle = _also_without(weakref.ref(self), parts)
-        self._run(client.registered.current())
+        try:
+            self._run(client.registered.current())
+        except BaseException:
+            self.llm_engine.engine_core.shutdown()  # as of an `AsyncLLM`
+            raise
 
     @_as(vllm.LLM.encode)
     def encode(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +248,11 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
             usage_context=UsageContext.ENGINE_CONTEXT,
             **ours,
         )
-        await engine._run(engine._tllm.registered.current())
+        try:
+            await engine._run(engine._tllm.registered.current())
+        except BaseException:
+            engine.shutdown()  # who hears why, the error's traceback too, would keep it
+            raise
         return engine
 
     def generate(
