@@ -12,7 +12,7 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
-from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls
+from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls, WorkerCall, drive
 from tllm.client.front_end import Client
 from tllm.client.held import HeldByWorkers
 from tllm.client.steering import SteeringControl
@@ -383,6 +383,26 @@ def test_a_request_hears_that_another_front_end_removed_its_consumer(two):
     assert result.status == "error"
     assert result.error == "the consumer was unregistered before the request had ended"
     assert ended["not asked"].outputs[0].consumer_results == {}
+
+
+def test_a_request_may_capture_while_somebody_removes_all_consumers(two):
+    llm, _ = two
+    vector = np.full(llm.steering.layers()["hidden_size"], 0.125)
+    capture = {"memory": {"hooks": {"post_block": [1]}}}
+    asked = greedy(1, capture=capture, steering_vectors={"post_block": {2: vector}})
+    brought = []
+
+    def do(step):
+        answer = llm._sync.calls._do(step)
+        if isinstance(step, WorkerCall) and step.method == "update_steering":
+            brought.append(step)
+            llm.clear_consumers()
+        return answer
+
+    request = drive(llm._tllm.admission.admit(asked, "mine"), do)
+    llm._tllm.held.release(request.prompt_id)
+    assert len(brought) == 1 and request.captures == ("memory",)
+    assert "memory" in llm.consumers
 
 
 def test_a_consumer_that_is_gone_when_it_is_first_heard_of_is_gone():

@@ -116,18 +116,9 @@ class RequestAdmission:
             _check_signals(asked.consumers[SignalsConsumer.consumer_id], groups)
         if results and groups:
             asked = _with_signals(asked, groups)
-        for name, make in BUILT_IN.items():
-            if name in asked.consumers and name not in self._registered.consumers:
-                yield ALONE
-                if name not in self._registered.consumers:  # it may have come meanwhile
-                    yield from self._registered.add(make(), False)
-                yield TOGETHER  # what requests bring is brought for all that wait
         kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
-        uses = self._uses.checked(kind, asked, groups)
-        if first is None and not self._held.has(groups):
-            # Nothing is waited for until they are held, below.
-            yield from self._uploads.bring(groups)
-            uses = self._uses.checked(kind, asked, groups)  # with what was registered meanwhile
+        # Nothing is waited for after this until the groups are held, below.
+        uses = yield from self._uses_when_there(kind, asked, groups, held=first is not None)
         patch: tuple[PatchUse, ...] = ()
         if asked.patch is not None and not asked.patch.names_media:
             patch = self._registered.patches.uses(asked.patch)
@@ -138,6 +129,23 @@ class RequestAdmission:
         if _converses(asked, groups):  # last, since who is refused begins no conversation
             yield from self._enter(asked.conversation, prepared)
         return prepared
+
+    def _uses_when_there(
+        self, kind: RequestKind, asked: Asked, groups: tuple[SteeringGroup, ...], *, held: bool
+    ) -> Steps[Uses]:
+        """What the consumers have to do with a request, once those of every engine that it names
+        are there, and the workers hold its groups, as they do where `held`."""
+        while True:  # others register and remove consumers while something is waited for
+            for name, make in BUILT_IN.items():
+                if name in asked.consumers and name not in self._registered.consumers:
+                    yield ALONE
+                    if name not in self._registered.consumers:  # it may have come meanwhile
+                        yield from self._registered.add(make(), False)
+                    yield TOGETHER  # what requests bring is brought for all that wait
+            uses = self._uses.checked(kind, asked, groups)
+            if held or self._held.has(groups):
+                return uses
+            yield from self._uploads.bring(groups)
 
     def admit_now(self, params: VllmSamplingParams, *, streamed: bool) -> VllmSamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
