@@ -84,6 +84,7 @@ def test_filters_combine(mixed: Store) -> None:
     assert len(mixed.filter(model="other")) == 0
     assert len(mixed.filter(layers=7)) == 0
     assert len(mixed.filter(layers=np.int64(7))) == len(mixed.filter(layers=[])) == 0
+    assert len(mixed.filter(reduction=iter(["none"]), status=iter(["ok"]))) == 12
     assert len(mixed.filter(status="partial_error")) == 0
     narrow = mixed.filter(tag="b", hook="block_output", layers=[1, 2, 50])
     assert len(narrow) == 4

@@ -131,9 +131,10 @@ class Store:
                 text.
         """
         table, kept = self._table, self._candidates
-        for way in () if reduction is None else one_or_several(reduction):
+        ways = None if reduction is None else one_or_several(reduction)
+        for way in ways or ():
             require_one_of("reduction", way, Reduction)
-        given = {"tag": tag, "request_id": request_id, "model": model, "reduction": reduction}
+        given = {"tag": tag, "request_id": request_id, "model": model, "reduction": ways}
         for name, wanted in given.items():
             if wanted is not None:
                 values = [_text(name, value, ", or several") for value in one_or_several(wanted)]
