@@ -10,11 +10,12 @@ from tllm.client.admission import NewsError
 from tllm.engine.bulk import BulkItem
 from tllm.logprobs.addresses import Address, Addresses
 from tllm.logprobs.arena import Arena, arrived
-from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError, Versions
+from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
 from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import Answer, AnswerRows, Form, Query
 from tllm.logprobs.transport import CONSUMER, Transport
+from tllm.logprobs.versions import Versions
 
 
 class _Turn:

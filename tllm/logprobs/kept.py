@@ -13,7 +13,6 @@ from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
 
 from tllm.client.llm import AsyncLLM
-from tllm.consumers.base import Consumer
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
 from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.addresses import Address
@@ -24,33 +23,6 @@ class LaneClosedError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the lane was closed while it waited for its next token")
-
-
-class Versions:
-    """What answers depend on beside what is asked: steering, weights, and consumers that write to
-    the rows of every request."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-        self._consumers: list[Consumer] = []
-        self._writing: list[Consumer] = []
-        self._changes = 0
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """Another one after each change."""
-        consumers = list(self._engine.consumers.values())
-        if consumers != self._consumers:
-            self._consumers = consumers
-            writing = [each for each in consumers if not each.on_request_only and writes(each)]
-            self._changes += writing != self._writing
-            self._writing = writing
-        return self._engine.steering.version, self._changes
-
-
-def writes(consumer: Consumer) -> bool:
-    """Whether a consumer may change rows, in ways that are not known."""
-    return any(w.port == "residual_stream" for flow in consumer.flows() for w in flow.writes)
 
 
 class KeptRequest:

@@ -19,11 +19,12 @@ from tllm.engine.processes import gone, processes_of
 from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.bulk_turns import BulkTurns, tell
-from tllm.logprobs.kept import Admission, Holder, KeptRequest, Versions, writes
+from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import NEXT_TOKEN, NEXT_TURN, Answer, Form, Query, does_nothing, own_params
 from tllm.logprobs.transport import CONSUMER, Kind, Transport
+from tllm.logprobs.versions import Versions, writes
 
 
 class _Key:
