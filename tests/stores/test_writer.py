@@ -183,6 +183,24 @@ def test_rows_whose_caller_was_interrupted_are_missing(tmp_path: Path, monkeypat
     assert result.error == "rows of post_block.0 were given up while they waited for room"
 
 
+def test_a_record_whose_caller_was_interrupted_may_be_submitted_again(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def interrupted(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with StoreWriter(tmp_path, max_bytes=200) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._intake, "_fits", lambda nbytes: False)
+            patch.setattr(writer._intake, "_wait", interrupted)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    writer.submit(Record(RecordMeta("r"), rows()))
+        assert writer.submit(Record(RecordMeta("r"), rows())).result(60).status == "ok"
+        stats = writer.stats()
+    assert (stats.submitted, stats.published, stats.failed) == (3, 1, 2)
+
+
 def test_a_record_ends_also_beyond_a_limit_that_was_lowered(tmp_path: Path) -> None:
     with StoreWriter(tmp_path) as writer:
         writer.submit(record_of("r"))

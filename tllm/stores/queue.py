@@ -279,6 +279,7 @@ class Intake:
             self.blocked_seconds += time.monotonic() - start
 
     def _push(self, thread: int, item: QueuedRows, spilled: _Spilled) -> None:
+        item.queued = True
         self._queues[thread].append((item, spilled))
         self._loads[thread] += item.nbytes
         if spilled is None:

@@ -175,6 +175,7 @@ class QueuedRows:
         end: the record's final description, when nothing more will come.
         lost: why rows are missing that should have come before, and the error behind it.
         abort: the record is given up.
+        queued: a thread will come to it.
         nbytes: of rows and positions.
     """
 
@@ -183,6 +184,7 @@ class QueuedRows:
     end: RecordMeta | None = None
     lost: Mapping[str, StoreError] = field(default_factory=dict)
     abort: bool = False
+    queued: bool = field(default=False, init=False)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

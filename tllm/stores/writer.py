@@ -152,10 +152,15 @@ class StoreWriter:
         if recording is None:
             return future
         item = QueuedRows(recording, arrays, end=recording.meta)
-        error = self._put(self._intake.lightest(), item)
-        if error is not None:
-            recording.lost[str(error)] = error
-            recording.fail()
+        error: StoreError | None = StoreError(
+            f"{recording.what} was given up while it waited for room", "aborted"
+        )
+        try:
+            error = self._put(self._intake.lightest(), item)
+        finally:  # who waits may be interrupted, and submit it again
+            if error is not None and not item.queued:
+                recording.lost[str(error)] = error
+                recording.fail()
         return future
 
     def begin(self, meta: RecordMeta) -> RecordStream:
