@@ -65,6 +65,13 @@ def test_requests_added_to_the_engine_itself_have_their_results(llm):
     assert not llm._front._running and not llm._tllm.held.num_requests
 
 
+def test_results_of_one_output_are_waited_for_as_those_of_several(llm):
+    (output,) = generate(llm, prompts_of([5]), greedy(1, capture=CAPTURE))
+    for outputs in (output, [output], {1: output}.values()):
+        llm.wait_for_results(outputs, 1)
+    assert output.capture_results["memory"].status == "ok"
+
+
 def test_what_stands_in_extra_args_by_hand_is_refused(llm):
     asked = vllm.SamplingParams(max_tokens=1, extra_args={"stop_when": "a monitor"})
     [prompt] = prompts_of([7])

@@ -192,13 +192,15 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         if fields := self._run(self._tllm.uses.asked_for_results(asked)):
             raise RefusedError(f"{fields[0]} was asked, but {why}")
 
-    def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
+    def wait_for_results(self, outputs: Any, timeout_s: float | None = None) -> None:
         """Ask again for results that were `pending`, and put them on the outputs.
 
         Args:
+            outputs: one, or several in a list.
             timeout_s: how long to wait for them; without limit by default.
         """
-        self._run(self._tllm.gathering.gather(pending(outputs), timeout_s, alone=True))
+        late = pending(one_or_several(outputs))
+        self._run(self._tllm.gathering.gather(late, timeout_s, alone=True))
 
 
 class AsyncLLM(Attached, vllm.AsyncLLMEngine):
@@ -321,8 +323,9 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         return self._tllm.admission.admit_now(params, streamed=streamed)
 
     async def wait_for_results(self, output: Any, timeout_s: float = RESULT_TIMEOUT_S) -> None:
-        """Ask again for results that were `pending`, and put them on the output."""
-        await self._run(self._tllm.gathering.gather(pending([output]), timeout_s, alone=False))
+        """Ask again for results that were `pending`, and put them on the output, or on several."""
+        late = pending(one_or_several(output))
+        await self._run(self._tllm.gathering.gather(late, timeout_s, alone=False))
 
 
 AsyncLLMEngine = AsyncLLM
