@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import cloudpickle
@@ -12,12 +13,14 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
+from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls, WorkerCall, drive
 from tllm.client.front_end import Client
 from tllm.client.held import HeldByWorkers
 from tllm.client.steering import SteeringControl
 from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.registered import HeldGroups, Registered
+from tllm.shared_memory import FOLDER
 
 ROWS = 4
 FACTS = SimpleNamespace(max_mib=1, dtype="float32", row_bytes=2**20 // ROWS)
@@ -228,6 +231,19 @@ def test_what_a_front_end_that_is_gone_held_is_given_up():
     assert there.groups
     assert groups.attach("another") == 1
     assert not there.groups and not there.vectors
+
+
+def test_a_forked_process_takes_no_shared_folder_away():
+    """Workers would take its front end to be gone, or on another host."""
+    folder = SharedFolder()
+    file = FOLDER / folder.token
+    if not (child := os.fork()):
+        del folder
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+    del folder
+    assert not file.exists()
 
 
 def test_who_did_not_see_the_last_change_changes_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import weakref
 from collections import Counter
@@ -27,7 +28,13 @@ class SharedFolder:
             sweep()
             file = SharedFile.reserve(1, backed=False)
             self.token = file.path.name
-            weakref.finalize(self, file.release)
+            weakref.finalize(self, _release, file, os.getpid())
+
+
+def _release(file: SharedFile, owner: int) -> None:
+    """Remove a file of this process; one that is forked from it has the object, too."""
+    if os.getpid() == owner:
+        file.release()
 
 
 def decode(payload: bytes) -> Any:
