@@ -453,6 +453,21 @@ def test_functions_of_one_name_are_told_apart_by_names_that_they_are_given(llm):
     assert sweep.values["a"].item() == third_alone.tensor.item() != sweep.values["b"].item()
 
 
+def test_a_metric_may_be_given_with_the_answers_that_it_compares(llm):
+    """As `metric={"logit_diff": (right, wrong)}`."""
+    [clean], [corrupt] = pairs_of([12], first=9)
+    asked = {"hooks": ["pre_attn"], "layers": "all", "positions": "all"}
+    own = llm.patching.sweep(
+        clean, corrupt, metric={"logit_diff": (5, 9), "kl": "kl", "third": third}, **asked
+    )
+    beside = llm.patching.sweep(
+        clean, corrupt, metric=["logit_diff", "kl", third], answers=(5, 9), **asked
+    )
+    assert own.metrics == beside.metrics == ("logit_diff", "kl", "third")
+    for name in own.metrics:
+        np.testing.assert_allclose(own.values[name], beside.values[name], atol=1e-5)
+
+
 async def told_later(done, of):
     """Nobody would await it."""
 
@@ -476,6 +491,9 @@ def returned(logprobs):
         ({"metric": {"kl": returned}}, r"metric\['kl'\] is <function returned"),
         ({"metric": {"a": 5}}, r"metric\['a'\] is 5; give a function"),
         ({"metric": {3: returned}}, "metric has the key 3; give each function a name"),
+        ({"metric": {"logit_diff": (5, 7)}}, r"metric\['logit_diff'\] and answers are different"),
+        ({"metric": {"logit_diff": 5}, "answers": None}, r"give answers=\(right, wrong\)"),
+        ({"metric": {"kl": (5, 9)}}, r"metric\['kl'\] is \(5, 9\); give a function"),
         ({"answers": None}, r"give answers=\(right, wrong\)"),
         ({"answers": (5, 9000)}, "no token id from 0 to 255"),
         ({"answers": [(5, 9)] * 3}, "answers has 3 entries for 1 pairs"),

@@ -11,7 +11,7 @@ import numpy as np
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.path_ways import PathWays, Place
 from tllm.client.sweep_form import PromptPair
-from tllm.patching.metrics import Answer
+from tllm.patching.metrics import Answer, Measures, answers_in
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.layers import Layers, layer_numbered
 from tllm.spec.reading import (
@@ -80,6 +80,23 @@ class PatchingArguments:
             hook, layer = each
             places += self.places(hook, layer, "receivers", "receivers")
         return PathWays.parse(self._registered.facts.points, freeze, places)
+
+    def measures(self, metric: Any, answers: Any, count: int) -> Measures:
+        """Metrics, and what they compare: given beside them, or by a metric's name."""
+        by_metric = answers_in(metric)
+        given = {f"metric[{name!r}]": each for name, each in by_metric.items()}
+        if answers is not None:
+            given["answers"] = answers
+        found = {name: self.answers(each, count) for name, each in given.items()}
+        first, *others = found.items() or [("", None)]
+        if other := next((name for name, each in others if each != first[1]), None):
+            raise ValueError(
+                f"{first[0]} and {other} are different answers; a sweep compares one (right, "
+                "wrong) for each pair of prompts: give it as answers, and metrics by their names"
+            )
+        if by_metric:
+            metric = {name: name if name in by_metric else each for name, each in metric.items()}
+        return Measures.parse(metric, first[1])
 
     def answers(self, given: Any, count: int) -> list[Answer]:
         """Answers as token ids, for each pair of prompts."""

@@ -16,7 +16,6 @@ from tllm.client.path_ways import Place
 from tllm.client.sweep_form import SweepForm
 from tllm.client.sweeping import Progress, Sweeping, SweepWatch
 from tllm.consumers.next_token import NextTokenConsumer
-from tllm.patching.metrics import Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.patching import KeptRows
 from tllm.spec.reading import require_bool, whole_number
@@ -141,7 +140,7 @@ class PatchingControl:
             together: patch all positions in one experiment.
             metric: a name of `tllm.patching.METRICS`, a function of the log-probabilities
                 `[vocab]`, a list of these, or `{name: function}` for functions without names of
-                their own, such as lambdas.
+                their own, such as lambdas. `{"logit_diff": (right, wrong)}` has `answers` too.
             answers: `(right, wrong)` next tokens, ids or text of one token each, or a list with a
                 pair for each pair of prompts; of `logprob` the right one is enough.
             noising: put rows of the corrupt run into the clean one instead.
@@ -165,8 +164,7 @@ class PatchingControl:
         def work() -> Work[Sweep]:
             yield self._registered.current()
             pairs = self._arguments.pairs(clean, corrupt)
-            found = None if answers is None else self._arguments.answers(answers, len(pairs))
-            measures = Measures.parse(metric, found)
+            measures = self._arguments.measures(metric, answers, len(pairs))
             if at_once is not None:
                 whole_number(at_once, "at_once=", 1)
             places = tuple(self._arguments.places(hooks, layers))

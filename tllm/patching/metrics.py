@@ -108,6 +108,19 @@ class Measures:
         return float(right - wrong)
 
 
+def answers_in(metric: Any) -> dict[str, Any]:
+    """The answers that metrics were given with, by metric: `{"logit_diff": (right, wrong)}`."""
+    if not isinstance(metric, Mapping):
+        return {}
+    return {
+        name: each
+        for name, each in metric.items()
+        if name in _NEEDED_ANSWERS
+        and not callable(each)
+        and not (isinstance(each, str) and each in METRICS)
+    }
+
+
 def _listed(given: Sequence[Any]) -> dict[str, Callable[[FloatArray], float] | None]:
     """Names and functions of a list, which have their own names."""
     found: dict[str, Callable[[FloatArray], float] | None] = {}
