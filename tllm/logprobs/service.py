@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,8 @@ class Service:
         self._transport = Transport(engine, transport, shared_bytes, loop.spawn)
         self._admission = Admission(engine, idle_seconds)
         self._versions = Versions(engine)
+        # Not objects: the ledger keeps hashes, and the next object may have the hash of the last.
+        self._alone = itertools.count()
         self._messages = Messages(engine, self._on_ended, loop.spawn)
         self._bulk = self._messages.bulk
         self._sent: dict[int, _Flight] = {}
@@ -371,7 +374,7 @@ class Service:
         root: Hashable = adapter, self.engine.steering.version, query.interventions.key
         alone = query.interventions.results or self._serving(query)
         if alone or not self.engine.vllm_config.cache_config.enable_prefix_caching:
-            root = object()
+            root = "alone", next(self._alone)
         request = self._admission.keep(root, query.tokens, self._versions.now)
         self._kept.add(request)
         holder.hold(request)

@@ -372,7 +372,7 @@ class AsyncVirtualLM(AsyncLM):
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
         """Load an adapter and name it. It is used by `set_lora`, or by `lora_name=` of a call.
 
-        Another path under a known name replaces that adapter.
+        Another path under a known name replaces that adapter, whose place stays taken.
 
         Raises:
             ValueError: when the engine was started without `enable_lora`, or has no room.
@@ -482,7 +482,8 @@ class AsyncVirtualLM(AsyncLM):
         return self._loop.run(work)
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
-        """Add a consumer to the engine; earlier answers are forgotten."""
+        """Add a consumer to the engine; earlier answers are forgotten. One that writes to every
+        request's rows does so in open lanes, too."""
         made = self.run(self.engine.register_consumer(consumer))
         self.clear_cache()
         return made
