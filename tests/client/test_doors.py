@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 
 import pytest
+import torch
 import vllm
 from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.reference import HIDDEN
@@ -187,7 +188,12 @@ class Watched:
 
 def test_an_engine_of_vllms_that_exists_is_attached_to_once(tiny_model):
     options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
-    theirs = vllm.LLM(tiny_model, worker_cls=WORKERS[0], scheduler_cls=SCHEDULER, **options)
+    theirs = vllm.LLM(
+        tiny_model,
+        worker_cls=WORKERS[torch.cuda.is_available()],
+        scheduler_cls=SCHEDULER,
+        **options,
+    )
     watched = Watched(theirs.llm_engine)
     handle = attach(theirs)
     assert attach(theirs.llm_engine) is handle
