@@ -415,7 +415,8 @@ def _media(given: Any, name: str) -> tuple[MediaItem, ...]:
     if isinstance(given, str) or not given or set(given) - set(MODALITIES):
         raise ValueError(
             f"{name} is {given!r:.60}; give a list of whole numbers, or, of a prompt that has such "
-            f"items, {', '.join(MODALITIES)}, or a mapping with any of these"
+            f"items, {', '.join(MODALITIES)}, or a mapping with any of these; what is done to "
+            "every token is steering (method 'scale_dimensions' silences dimensions, or a head)"
         )
     if not (items := parse_media(given, name)):
         raise ValueError(f"{name}={given!r:.60} names no item; give 'all', or indices")
