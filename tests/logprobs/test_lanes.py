@@ -280,8 +280,9 @@ def test_lanes_with_captures_do_not_wait_for_blocks_that_others_hold(lm, monkeyp
     assert all(agrees(row, expected) for row in asyncio.run(run()))
 
 
-def test_a_long_completion_takes_no_more_than_the_engine_has(lm):
+def test_a_long_completion_takes_no_more_than_the_engine_has(lm, monkeypatch):
     """Lanes that are idle keep their places beside it, however much is allowed."""
+    monkeypatch.setattr(lm._service._admission, "_idle_seconds", 3600.0)
     parked = lm.stats()["parked"]
     lane = lm.open([40, 41])
     lane.next_sync()
