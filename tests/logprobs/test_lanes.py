@@ -250,6 +250,7 @@ def test_an_idle_lane_gives_its_place_back_and_goes_on(lm):
 @pytest.mark.parametrize("alone", ["captured", "no prefix cache"])
 def test_blocks_that_lanes_do_not_share_are_counted_for_each(lm, monkeypatch, alone):
     """Those that wait for a token would hold blocks that the others need."""
+    monkeypatch.setattr(lm._service._admission, "_idle_seconds", 3600.0)
     asked = {"capture": {"memory": {"hooks": {"post_block": [1]}}}} if alone == "captured" else {}
     if not asked:
         config = lm.engine.vllm_config.cache_config
