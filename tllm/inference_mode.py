@@ -1,4 +1,5 @@
-"""`torch.inference_mode()` as a decorator for calls of every step, and what to do about it."""
+"""`torch.inference_mode()` as a decorator for calls of every step, and advice for who would
+learn in it."""
 
 from __future__ import annotations
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from client.small_facts import small_facts
 
 from tllm.client.composer import Composer
-from tllm.client.facts import Facts
 from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conditions import ProbeCondition
 from tllm.spec.groups import RequestSteering
-from tllm.spec.hooks import ModelPoints
 from tllm.spec.tiers import Tiers
 
 LAYERS, WIDTH = 28, 8
@@ -26,19 +25,7 @@ def composer():
         raise ValueError("no autoencoder is registered")
 
     made = Composer(find)
-    made.facts = Facts(
-        points=ModelPoints("any", LAYERS, {}),
-        hidden_size=WIDTH,
-        vocab_size=100,
-        dtype="float32",
-        row_bytes=4 * WIDTH,
-        max_value=3e38,
-        max_configs=8,
-        max_mib=1,
-        max_patch_mib=0,
-        max_patch_host_mib=0,
-        centers_rows=False,
-    )
+    made.facts = small_facts(LAYERS, WIDTH)
     return made
 
 

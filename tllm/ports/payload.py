@@ -135,9 +135,16 @@ class PerToken(Payload):
         if (given[1:] <= given[:-1]).any():  # unsigned ones have no differences below 0
             order = in_order(given)
             object.__setattr__(self, "positions", given[order])
-            listed = isinstance(self.values, (list, tuple))
-            unordered = np.asarray(self.values) if listed else self.values
-            object.__setattr__(self, "values", unordered[order])
+            object.__setattr__(self, "values", self.values_at(order))
+
+    def values_at(self, rows: npt.NDArray[Any]) -> Any:
+        """The values of some rows, an array or tensor also where they were given as a list.
+
+        Args:
+            rows: their indices, or a mask `[rows]`.
+        """
+        listed = isinstance(self.values, (list, tuple))
+        return (np.asarray(self.values) if listed else self.values)[rows]
 
     def up_to(self, num_tokens: int) -> PerToken:
         """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from tllm.client.attached import Attached
 from tllm.ports import PerToken
 from tllm.server.results import in_response
@@ -142,14 +140,9 @@ def _from(found: Any, first: int) -> dict[str, Any]:
     new = positions >= first
     if not new.any():
         return {}
-    arrays = {name: _values_at(new, part).tolist() for name, part in of_tokens.items()}
+    arrays = {name: part.values_at(new).tolist() for name, part in of_tokens.items()}
     told: dict[str, Any] = in_response({**parts, **arrays})
     return {"positions": positions[new].tolist(), **told}
-
-
-def _values_at(new: Any, part: PerToken) -> Any:
-    listed = isinstance(part.values, (list, tuple))
-    return (np.asarray(part.values) if listed else part.values)[new]
 
 
 def _final(output: Any, sample: int, wanted: list[str]) -> dict[str, dict[int, Any]]:
