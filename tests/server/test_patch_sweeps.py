@@ -74,6 +74,22 @@ def test_a_sweep_is_streamed_as_transformers_computes_it(server, model):
     assert last["summary"]["noise_floor"]["kl"] < 1e-3
 
 
+def test_a_metric_brings_its_answers(server):
+    own = ASKED | {"metric": {"logit_diff": ASKED["answers"]}, "answers": None}
+    beside = ASKED | {"metric": "logit_diff"}
+    found, expected = (lines_of(server.post("/v1/patch_sweep", of)) for of in (own, beside))
+    found, expected = (
+        [line["experiment"]["logit_diff"] for line in lines[1:-1]] for lines in (found, expected)
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
+    for metric, says in (
+        ({"logit_diff": [5, 9]}, "different answers"),
+        ({"kl": [5, 9]}, "give a function"),
+    ):
+        refused = server.post("/v1/patch_sweep", ASKED | {"metric": metric})
+        assert refused.status_code == 400 and says in refused.text, refused.text
+
+
 def test_paths_of_heads_are_swept_over_http(server):
     asked = ASKED | {"hooks": "attn_heads", "heads": "all", "together": True, "freeze": "all"}
     asked |= {"receivers": [["mlp_in", -1]], "positions": None, "layers": [1]}

@@ -23,6 +23,10 @@ from tllm.server.strict_body import StrictBody
 _Prompt: TypeAlias = str | list[int]
 _Answers: TypeAlias = str | int | list[str | int | list[str | int]]
 _Line: TypeAlias = dict[str, Any]
+_METRIC = (
+    f"One of {', '.join(METRICS)}, or a list; or an object that has answers, too: "
+    '{"logit_diff": [right, wrong]}.'
+)
 
 
 class SweepBody(StrictBody):
@@ -61,9 +65,9 @@ class SweepBody(StrictBody):
         ),
     ] = None
     together: Annotated[bool, Field(description="Patch all positions in one experiment.")] = False
-    metric: Annotated[
-        str | list[str], Field(description=f"One of {', '.join(METRICS)}, or a list.")
-    ] = "recovered"
+    metric: Annotated[str | list[str] | dict[str, _Answers], Field(description=_METRIC)] = (
+        "recovered"
+    )
     answers: Annotated[
         _Answers | None,
         Field(description="[right, wrong] next tokens, as text or ids; or a list, for each pair."),
