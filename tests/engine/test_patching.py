@@ -259,6 +259,33 @@ def test_a_patched_block_is_never_given_to_a_plain_request(llm, reference):
         assert reference.would_generate(prompt, tokens_of([output])[0], patches=wanted)
 
 
+@pytest.mark.parametrize("positions", ["all_prompt", "last_prompt"])
+def test_positions_that_have_a_name(llm, reference, positions):
+    """Prompts of several lengths, two samples each, beside plain requests; asked twice, so that
+    blocks are cached."""
+    prompts = prompts_of([21, 40, 33])
+    params = [
+        sampled(TOKENS, n=2, logprobs=1, patch=[{**ZERO, "positions": positions, "alpha": 0.5}]),
+        greedy(TOKENS, logprobs=1),
+        greedy(TOKENS, logprobs=1, patch=[{**ZERO, "positions": positions, "hook": "mlp_out"}]),
+    ]
+    for _ in range(2):
+        outputs = generate(llm, prompts, params)
+        for prompt, output, place, keep in zip(
+            prompts, outputs, ("post_block", None, "mlp_out"), (0.5, 1.0, 0.0), strict=True
+        ):
+            first = 0 if positions == "all_prompt" else len(prompt) - 1
+            at = range(first, len(prompt)) if place else ()
+            rows = [PatchedRow((place, 1), p, torch.zeros(HIDDEN), keep) for p in at]
+            for sample in output.outputs:
+                tokens = list(sample.token_ids)
+                logits, _ = reference.run([*prompt, *tokens][:-1], [], [], rows)
+                expected = logits[len(prompt) - 1 :].log_softmax(-1)
+                ours = [s[t].logprob for s, t in zip(sample.logprobs, tokens, strict=True)]
+                theirs = [float(row[t]) for row, t in zip(expected, tokens, strict=True)]
+                assert ours == pytest.approx(theirs, abs=1e-3)
+
+
 NONE = {"tensor": [0.0] * HIDDEN}
 
 

@@ -29,12 +29,19 @@ def patch(**given):
 
 @pytest.mark.parametrize(
     ("positions", "expected"),
-    [("image", (1, 2, 5)), ({"image": -1}, (5,)), ({"image": [1, 0]}, (1, 2, 5)), ([4, 3], (4, 3))],
+    [
+        ("image", (1, 2, 5)),
+        ({"image": -1}, (5,)),
+        ({"image": [1, 0]}, (1, 2, 5)),
+        ([4, 3], (4, 3)),
+        ("all_prompt", (0, 1, 2, 3, 4, 5)),
+        ("last_prompt", (-1,)),
+    ],
 )
-def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
-    (entry,) = patch(positions=positions).in_prompt(IMAGES).entries
+def test_what_is_named_of_a_prompt_is_patched_by_its_positions(positions, expected):
+    (entry,) = patch(positions=positions).in_prompt(6, IMAGES).entries
     assert entry.positions == expected
-    assert not entry.media
+    assert not entry.unplaced
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,11 @@ def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
         (
             {"positions": {"ranges": [[0, 1]]}},
             "image, video, audio, or a mapping with any of these",
+        ),
+        ({"positions": "all_generated"}, "what is done to generated tokens"),
+        (
+            {"positions": "all_prompt", "source": {"tensor": [[1.0], [2.0]]}},
+            "has shape [2, 1], and 6 positions are patched",
         ),
         ({"positions": {"image": []}}, "names no item"),
         ({"positions": {"image": 2}}, "the prompt has no such item"),
@@ -63,7 +75,7 @@ def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
 )
 def test_patches_of_images_that_cannot_be(given, says):
     with pytest.raises(ValueError) as refused:
-        patch(**given).in_prompt(IMAGES)
+        patch(**given).in_prompt(6, IMAGES)
     assert says in str(refused.value)
 
 

@@ -120,7 +120,7 @@ class RequestAdmission:
         # Nothing is waited for after this until the groups are held, below.
         uses = yield from self._uses_when_there(kind, asked, groups, held=first is not None)
         patch: tuple[PatchUse, ...] = ()
-        if asked.patch is not None and not asked.patch.names_media:
+        if asked.patch is not None and not asked.patch.unplaced:
             patch = self._registered.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
         prepared = self._prepare(params, asked, request_id, prompt_id, (groups, patch), kind, uses)

@@ -18,8 +18,8 @@ from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, wire_of
 
 
 class PromptCheck:
-    """Puts positions in the place of the items of a prompt that a request names, and refuses those
-    that the request cannot have.
+    """Puts positions in the place of what a request names of its prompt, items and the whole, and
+    refuses those that the request cannot have.
 
     Args:
         patches: finds what a request's patches name.
@@ -27,11 +27,11 @@ class PromptCheck:
 
     def __init__(self, patches: PatchComposer) -> None:
         self._patches = patches
-        #: By prompt: requests that name tokens of items of a prompt that is not known yet.
+        #: By prompt: requests of which it hangs on the prompt what is done at which positions.
         self._unplaced: WeakValueDictionary[str, Prepared] = WeakValueDictionary()
 
     def expect(self, prepared: Prepared) -> None:
-        """A request names tokens of items of its prompt, which is to come."""
+        """Which positions a request means hangs on its prompt, which is to come."""
         self._unplaced[prepared.prompt_id] = prepared
 
     def check(self, request: Any) -> None:
@@ -49,31 +49,37 @@ class PromptCheck:
                         "what steers every request names the tokens of images, and this streamed "
                         "prompt has some: where they will be is not known; give it at once"
                     )
-                wire = self._placed_in(wire, media_of_request(request))
+                wire = self._placed_in(wire, _prompt_len(request), media_of_request(request))
                 name = "extra_args" if request.sampling_params else "extra_kwargs"
                 setattr(params, name, {**getattr(params, name), EXTRA_ARG: wire})
             _check_positions(wire, request)
         except ValueError as error:
             raise RefusedError(str(error)) from None
 
-    def _placed_in(self, wire: Mapping[str, Any], media: PromptMedia) -> dict[str, Any]:
-        """What a request carries, with the positions of the items that it names."""
+    def _placed_in(
+        self, wire: Mapping[str, Any], prompt_len: int, media: PromptMedia
+    ) -> dict[str, Any]:
+        """What a request carries, with the positions of what it names of its prompt."""
         spec = RequestSpec.from_wire(wire).in_prompt(media)
         asked = self._unplaced.get(spec.prompt_id)
-        if asked is not None and asked.patch is not None and asked.patch.names_media:
-            spec = replace(spec, patch=self._patches.uses(asked.patch.in_prompt(media)))
+        if asked is not None and asked.patch is not None and asked.patch.unplaced:
+            spec = replace(spec, patch=self._patches.uses(asked.patch.in_prompt(prompt_len, media)))
         return spec.to_wire()
+
+
+def _prompt_len(request: Any) -> int:
+    tokens = request.prompt_token_ids
+    return len(request.prompt_embeds if tokens is None else tokens)
 
 
 def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     """Refuse positions at which the sequences of a request cannot have rows."""
-    tokens = request.prompt_token_ids
-    if tokens is None:
+    if request.prompt_token_ids is None:
         _check_judged(wire)
     reads, patch = wire.get("reads", ()), wire.get("patch", ())
     if not reads and not patch:
         return
-    prompt_len = len(request.prompt_embeds if tokens is None else tokens)
+    prompt_len = _prompt_len(request)
     max_tokens = 1 if request.sampling_params is None else request.sampling_params.max_tokens
     if wire.get("streamed"):  # a later part of the prompt may reach the position
         max_tokens = None

@@ -132,9 +132,9 @@ class Prepared:
 def media_of(
     asked: Asked, groups: Sequence[SteeringGroup], uses: Uses
 ) -> tuple[tuple[str, MediaItem], ...] | None:
-    """The items that a prompt must have for what is asked; None where no tokens of items are
-    named at all. Steering of every request is for those that have some."""
-    patched = asked.patch is not None and asked.patch.names_media
+    """The items that a prompt must have for what is asked; None where nothing is named of which it
+    hangs on the prompt where it is. Steering of every request is for those that have some."""
+    patched = asked.patch is not None and asked.patch.unplaced
     if uses.media is None and not patched and not any(g.positions.media for g in groups):
         return None
     return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))

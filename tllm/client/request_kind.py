@@ -95,9 +95,14 @@ def _check_decodes(asked: Asked) -> None:
 
 
 def _check_media(asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> None:
-    """Refuse items of a prompt where nobody puts their positions in their place."""
-    patched = asked.patch is not None and asked.patch.names_media
-    if patched or media_of(asked, groups, uses):
+    """Refuse what is named of a prompt where nobody puts its positions in its place."""
+    whole = () if asked.patch is None else [e.name for e in asked.patch.entries if e.whole_prompt]
+    if whole:
+        raise ValueError(
+            f"{whole[0]}['positions'] is 'all_prompt' in a question for log-probabilities; give "
+            "the positions as a list of numbers"
+        )
+    if media_of(asked, groups, uses):
         raise ValueError(
             "positions name the tokens of an image, a video or a sound, and the prompt is "
             "streamed, or a question for log-probabilities; give a whole prompt at once, to "

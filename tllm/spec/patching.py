@@ -37,6 +37,9 @@ KEPT = "kept:"
 PATCHING = "patching"
 """Under which results say what of a patch was not done."""
 
+ALL_PROMPT, LAST_PROMPT = "all_prompt", "last_prompt"
+"""Positions that have a name; others of `Selection`'s are of generated tokens, too."""
+
 _TOLD = 4
 """Runs of positions that a message names."""
 
@@ -163,6 +166,7 @@ class Patch:
         mask: the dimensions that change; None for all.
         heads: the heads of one of `HEAD_POINTS` that change, in the place of a mask; None without.
         media: the items of the prompt whose tokens are meant, in the place of positions.
+        whole_prompt: every token of the prompt is meant, in the place of positions.
     """
 
     name: str
@@ -174,6 +178,7 @@ class Patch:
     mask: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     media: tuple[MediaItem, ...] = ()
+    whole_prompt: bool = False
 
     @classmethod
     def parse(cls, given: Any, name: str) -> Patch:
@@ -189,9 +194,14 @@ class Patch:
                 raise ValueError(f"{name} has no {key!r}; give it")
         point = hook_named(given["hook"], name)
         layer = layer_at(point, given.get("layer"), name)
-        media = _media(given["positions"], f"{name}['positions']")
-        positions = () if media else _positions(given["positions"], f"{name}['positions']")
-        count = None if media else len(positions)
+        where = given["positions"]
+        whole_prompt = isinstance(where, str) and where == ALL_PROMPT
+        if isinstance(where, str) and where == LAST_PROMPT:
+            where = [-1]
+        media = () if whole_prompt else _media(where, f"{name}['positions']")
+        unplaced = whole_prompt or bool(media)
+        positions = () if unplaced else _positions(where, f"{name}['positions']")
+        count = None if unplaced else len(positions)
         source = PatchSource.parse(given["source"], count, f"{name}['source']")
         alpha = 1.0 if given.get("alpha") is None else scalar(given["alpha"], f"{name}['alpha']")
         mask = _parts(given, "mask", name, "dimensions")
@@ -202,7 +212,7 @@ class Patch:
                 f"{name}['heads'] is given {other}; give heads at {', '.join(HEAD_POINTS)}, or "
                 "a mask"
             )
-        return cls(name, point, layer, positions, source, alpha, mask, heads, media)
+        return cls(name, point, layer, positions, source, alpha, mask, heads, media, whole_prompt)
 
     @classmethod
     def from_run(
@@ -217,17 +227,24 @@ class Patch:
         source = PatchSource("run", kept=run.name, uid=run.uid)
         return cls("patch", HookPoint(hook), layer, tuple(positions), source, heads=heads)
 
-    def in_prompt(self, media: PromptMedia) -> Patch:
-        """The same by positions, in a prompt with these items. Raises `ValueError` for items that
-        it lacks."""
-        if not self.media:
+    @property
+    def unplaced(self) -> bool:
+        """Whether which positions are meant hangs on the prompt."""
+        return self.whole_prompt or bool(self.media)
+
+    def in_prompt(self, prompt_len: int, media: PromptMedia) -> Patch:
+        """The same by positions, in a prompt of so many tokens with these items. Raises
+        `ValueError` for items that it lacks."""
+        if not self.unplaced:
             return self
         for item in self.media:
             media.check(item, f"{self.name}['positions']")
         pairs = [pair for item in self.media for pair in media.ranges(item)]
+        if self.whole_prompt:
+            pairs = [(0, prompt_len)]
         positions = sorted({position for pair in pairs for position in range(*pair)})
         self.source.check_count(len(positions), f"{self.name}['source']")
-        return replace(self, positions=tuple(positions), media=())
+        return replace(self, positions=tuple(positions), media=(), whole_prompt=False)
 
     @property
     def keep(self) -> float:
@@ -252,12 +269,12 @@ class RequestPatch:
         return cls(tuple(Patch.parse(each, f"patch[{i}]") for i, each in enumerate(given)))
 
     @property
-    def names_media(self) -> bool:
-        """Whether which positions are meant hangs on the items of the prompt."""
-        return any(entry.media for entry in self.entries)
+    def unplaced(self) -> bool:
+        """Whether which positions are meant hangs on the prompt."""
+        return any(entry.unplaced for entry in self.entries)
 
-    def in_prompt(self, media: PromptMedia) -> RequestPatch:
-        return RequestPatch(tuple(entry.in_prompt(media) for entry in self.entries))
+    def in_prompt(self, prompt_len: int, media: PromptMedia) -> RequestPatch:
+        return RequestPatch(tuple(entry.in_prompt(prompt_len, media) for entry in self.entries))
 
     def unreached(self, num_rows: int) -> str | None:
         """What was not done in a sample of which so many rows were computed; None for nothing."""
@@ -414,9 +431,10 @@ def _media(given: Any, name: str) -> tuple[MediaItem, ...]:
         return ()
     if isinstance(given, str) or not given or set(given) - set(MODALITIES):
         raise ValueError(
-            f"{name} is {given!r:.60}; give a list of whole numbers, or, of a prompt that has such "
-            f"items, {', '.join(MODALITIES)}, or a mapping with any of these; what is done to "
-            "every token is steering (method 'scale_dimensions' silences dimensions, or a head)"
+            f"{name} is {given!r:.60}; give a list of whole numbers, {ALL_PROMPT!r}, "
+            f"{LAST_PROMPT!r}, or, of a prompt that has such items, {', '.join(MODALITIES)}, or a "
+            "mapping with any of these; what is done to generated tokens, however many there are, "
+            "is steering (method 'scale_dimensions' silences dimensions, or a head)"
         )
     if not (items := parse_media(given, name)):
         raise ValueError(f"{name}={given!r:.60} names no item; give 'all', or indices")
