@@ -7,8 +7,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-CALLS = ("begin_idle", "begin", "before_sampling", "after_sampling", "end")
-"""What a worker of ours calls of `Session.steps`, in every step."""
+CALLS = (
+    "begin_undecided",
+    "begin_idle",
+    "begin",
+    "take_scores",
+    "before_sampling",
+    "guide",
+    "after_sampling",
+    "accept",
+    "accept_later",
+    "take_verdicts",
+    "end",
+)
+"""What a worker of ours calls of `Session.steps` in a step, in this order: some in each, others
+where tokens are drafted, guided or judged."""
 
 
 class CallTimes:
@@ -25,7 +38,10 @@ class CallTimes:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def of(self, owner: Any, name: str) -> None:
-        """Measure a method of an object from now on."""
+        """Measure a method of an object from now on, if it has it: those of older commits lack
+        some."""
+        if not hasattr(owner, name):
+            return
         call: Callable[..., Any] = getattr(owner, name)
         taken = self.taken.setdefault(name, [])
 

@@ -1,6 +1,10 @@
 """What the benchmarks say that a step costs."""
 
+from inspect import isfunction
+
+from benchmarks.call_times import CALLS
 from benchmarks.step_costs import Traced, compared, of_profile, watch, watched
+from tllm.runtime.steps import Steps
 
 
 def test_a_kernel_that_began_early_counts_from_the_end_of_the_one_before():
@@ -34,6 +38,12 @@ def test_only_kernels_that_one_has_more_of_count_as_more():
     assert "by_kernel" not in found["vllm"]
 
 
+def test_all_calls_of_a_step_are_timed():
+    """A figure that leaves some out looks better than it is."""
+    methods = {name for name, it in vars(Steps).items() if isfunction(it) and name[0] != "_"}
+    assert methods - {"skip", "rest", "when_decided", "count_drafts"} == {*CALLS}
+
+
 def test_a_worker_is_watched_for_one_round(llm):
     from tllm import SamplingParams
 
@@ -45,4 +55,4 @@ def test_a_worker_is_watched_for_one_round(llm):
     assert found["host_us"] > found["own_host_us"] > 0
     (worker,) = llm.collective_rpc(lambda worker: worker.worker)
     assert "execute_model" not in vars(worker)
-    assert not {"begin", "end"} & {*vars(worker.session.steps)}
+    assert not {*CALLS} & {*vars(worker.session.steps)}
