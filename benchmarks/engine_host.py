@@ -59,8 +59,6 @@ def main(
     for name in CALLS:
         ours.of(worker.session.steps, name)
     whole.of(core, "step_fn")
-    print(f"reading the clock takes {1e6 * ours.clock:.1f} us, which is not counted", flush=True)
-    table = Table("case", "step, ms", *ours.taken, "ours", "engine's step")
     found: dict[str, dict[str, float]] = {}
     for case, benchmark in chosen.items():
         process.use(benchmark)
@@ -78,11 +76,13 @@ def main(
         found[case] = {
             name: round(statistics.median(each[name] for each in kept), 2) for name in kept[0]
         }
-        table.add_row(case, *(f"{value:.5g}" for value in found[case].values()))
         print(json.dumps({case: found[case]}), flush=True)
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
-    Console().print(table)
+    table = Table("", *found)
+    for name in found["idle"]:
+        table.add_row(name, *(f"{figures[name]:.5g}" for figures in found.values()))
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":
