@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,41 @@ def test_an_adapter_may_be_replaced_by_another_under_its_name(lm, adapters, refe
     assert agrees(new, references["two"].next_token_logprobs_sync(prompt), OTHER_ENGINE)
 
 
+def test_an_adapter_is_replaced_more_often_than_there_are_places(
+    lm, adapters, references, tmp_path
+):
+    """As in training, which writes each step's weights over those of the last: in a folder of their
+    own, or in the same one."""
+    prompt = [31, 32, 33]
+    for step in range(4):
+        for name in ("one", "two"):
+            expected = references[name].next_token_logprobs_sync(prompt)
+            shutil.copytree(adapters[name], tmp_path / "policy", dirs_exist_ok=True)
+            for path in (adapters[name], tmp_path / "policy"):
+                lm.add_new_lora(path, "policy")
+                found = lm.next_token_logprobs_sync(prompt, lora_name="policy")
+                assert agrees(found, expected, OTHER_ENGINE), (step, name, path)
+    with pytest.raises(Exception, match="No adapter found"):
+        lm.add_new_lora(tmp_path, "policy")
+    assert torch.equal(lm.next_token_logprobs_sync(prompt, lora_name="policy"), found)
+
+
+def test_an_open_lane_keeps_an_adapter_that_is_replaced(lm, adapters, references):
+    lanes, expected = [], references["one"].next_token_logprobs_sync([40, 41])
+    try:
+        with pytest.raises(ValueError, match="until the lanes that were opened with it are closed"):
+            for step in range(8):
+                lm.add_new_lora(adapters[("one", "two")[step % 2]], "policy")
+                lanes.append(lm.open([40, 41], lora_name="policy"))
+        assert 1 < len(lanes) < 8
+        assert agrees(lanes[0].next_sync(), expected, OTHER_ENGINE)
+    finally:
+        for lane in lanes:
+            lane.close_sync()
+    for step in range(8):
+        lm.add_new_lora(adapters[("one", "two")[step % 2]], "policy")
+
+
 def test_what_cannot_be_loaded_or_set_is_refused(lm, adapters, tmp_path):
     with pytest.raises(ValueError, match="no adapter 'x' was added"):
         lm.set_lora(lora_name="x")
@@ -128,6 +164,6 @@ def test_what_cannot_be_loaded_or_set_is_refused(lm, adapters, tmp_path):
     with pytest.raises(ValueError, match="no adapter 'nowhere' was added"):
         lm.next_token_logprobs_sync([5], lora_name="nowhere")
     if current_platform.is_cpu():
-        lm.add_new_lora(adapters["two"], "last")
         with pytest.raises(ValueError, match=r"max_loras=6.*max_loras=7 or more"):
-            lm.add_new_lora(adapters["one"], "one too many")
+            for number in range(6):
+                lm.add_new_lora(adapters["two"], f"one more, {number}")

@@ -22,6 +22,9 @@ uses("vllm.lora.peft_helper.PEFTHelper", "from_local_dir", _WHY, takes="lora_pat
 uses("vllm.lora.peft_helper.PEFTHelper", "target_modules", _WHY)
 for _engine in ("vllm.v1.engine.llm_engine.LLMEngine", "vllm.v1.engine.async_llm.AsyncLLM"):
     uses(_engine, "add_lora", "an adapter that cannot be loaded is refused", takes="lora_request")
+    uses(
+        _engine, "remove_lora", "an adapter that was replaced gives its place back", takes="lora_id"
+    )
 
 
 def check_adapter(given: Any, vllm_config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,15 +124,19 @@ class Lane:
             say about them (`consumers=` or `capture=` was given to `open`): usually one, more when
             the lane had lost its place. Empty otherwise. Closed again, it gives the same.
         """
-        self._closed = True
+        self._end()
         if self._loop.closed:
             return []
         return await self._loop.wait_for(self._service.close(self._holder))
 
     def close_sync(self) -> list[Any]:
         """`close` for callers without an event loop."""
-        self._closed = True
+        self._end()
         return [] if self._loop.closed else self._loop.run(self._service.close(self._holder))
+
+    def _end(self) -> None:
+        self._closed = True
+        self._query = replace(self._query, lora=None)  # which may have been replaced since
 
     def _check_open(self) -> None:
         if self._closed:

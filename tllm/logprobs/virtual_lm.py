@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
@@ -13,17 +12,16 @@ from functools import partial
 from typing import Any, TypeVar, Unpack
 
 import torch
-from vllm.lora.request import LoRARequest
 
 from tllm.client.llm import AsyncLLM
 from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.engine.bulk import loop_of
-from tllm.engine.capacity import adapters_at_once
 from tllm.logprobs.base import AsyncLM, check_prompts
 from tllm.logprobs.cache import AnswerCache
 from tllm.logprobs.lane import Lane
 from tllm.logprobs.loop import EngineLoop, Mailbox
+from tllm.logprobs.named_adapters import Adapter, NamedAdapters
 from tllm.logprobs.query import (
     Answer,
     Form,
@@ -40,10 +38,6 @@ from tllm.logprobs.transport import CONSUMER, Kind
 from tllm.spec.reading import allow_keys, require_one_of, scalar, whole_number
 
 T = TypeVar("T")
-
-_ADAPTER_IDS = itertools.count(2**20)
-"""Ids of adapters that no other of this process has, and hardly one that a user gives: an engine
-takes another adapter under the id of one that it has for that one."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +128,7 @@ class AsyncVirtualLM(AsyncLM):
             options.timeout,
         )
         self.vocab_size = self._service.vocab_size
-        self._adapters: dict[str, LoRARequest] = {}
-        self._loaded = 0  # adapters, those that were replaced among them
+        self._adapters = NamedAdapters(engine, loop)
         self._active: str | None = None
         # Also when the last reference goes, or the interpreter ends.
         end = partial(self._service.shut_down, owned=owned, registered=registered)
@@ -372,30 +365,13 @@ class AsyncVirtualLM(AsyncLM):
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
         """Load an adapter and name it. It is used by `set_lora`, or by `lora_name=` of a call.
 
-        Another path under a known name replaces that adapter, whose place stays taken.
+        Another path under a known name replaces that adapter, and so does the same path whose files
+        were written since. Lanes that are open go on with the one that they were opened with.
 
         Raises:
             ValueError: when the engine was started without `enable_lora`, or has no room.
         """
-        config = self.engine.vllm_config.lora_config
-        if config is None:
-            raise ValueError(
-                "the engine has no adapters; start it with engine_opts={'enable_lora': True, "
-                "'max_lora_rank': ...}"
-            )
-        known, path = self._adapters.get(lora_name), os.fspath(lora_path)
-        if known is not None and known.lora_path == path:
-            return
-        if self._loaded >= adapters_at_once(config):
-            raise ValueError(
-                f"max_loras={config.max_loras} adapters at once leaves no room for {lora_name!r} "
-                "(on a CPU one place must stay empty, or vLLM would apply an adapter to requests "
-                f"without one). Start the engine with max_loras={config.max_loras + 1} or more"
-            )
-        request = LoRARequest(lora_name, next(_ADAPTER_IDS), path)
-        self.run(self.engine.add_lora(request))  # one that cannot be loaded is refused now
-        self._loaded += 1
-        self._adapters[lora_name] = request
+        self._adapters.add(os.fspath(lora_path), lora_name)
 
     def set_lora(
         self, lora_path: str | os.PathLike[str] | None = None, lora_name: str = "lora_1"
@@ -405,11 +381,11 @@ class AsyncVirtualLM(AsyncLM):
         Args:
             lora_path: None, or the path it was added with.
         """
-        adapter = self._adapter(lora_name)
-        path = None if lora_path is None else os.fspath(lora_path)
-        if adapter is not None and path not in (None, adapter.lora_path):
+        self._adapters.named(lora_name)
+        path, known = lora_path, self._adapters.path(lora_name)
+        if path is not None and os.fspath(path) != known:
             raise ValueError(
-                f"adapter {lora_name!r} was added from {adapter.lora_path!r}, not {path!r}; "
+                f"adapter {lora_name!r} was added from {known!r}, not {os.fspath(path)!r}; "
                 "call add_new_lora() with the other path first"
             )
         self._active = lora_name
@@ -418,16 +394,9 @@ class AsyncVirtualLM(AsyncLM):
         """Use no adapter in calls from now on."""
         self._active = None
 
-    def _adapter(self, lora_name: str | None) -> LoRARequest | None:
+    def _adapter(self, lora_name: str | None) -> Adapter | None:
         name = self._active if lora_name is None else lora_name
-        if name is None:
-            return None
-        if name not in self._adapters:
-            raise ValueError(
-                f"no adapter {name!r} was added; add_new_lora(path, {name!r}) does. Added are "
-                f"{', '.join(self._adapters) or 'none'}"
-            )
-        return self._adapters[name]
+        return None if name is None else self._adapters.named(name)
 
     # -- what is asked ---------------------------------------------------------------------------
 
