@@ -270,6 +270,23 @@ def test_an_adapters_name_is_one_of_the_servers_names(server, client, tuned, mod
     assert "model='tuned:none': no steering module 'none'" in missing.json()["error"]["message"]
 
 
+def test_models_are_listed_with_each_module(server, client):
+    """What is listed can be asked for, and goes with the module."""
+    spec = {"post_block": {"3": [1.0] * 128}}
+    body = {"name": "listed:v2", "spec": spec}
+    assert server.post("/v1/steering/modules/register", body).is_success
+    cards = {card.id: card for card in client.models.list()}
+    assert {"demo", "tuned", "demo:listed:v2"} <= cards.keys()
+    assert (cards["demo:listed:v2"].parent, cards["demo:listed:v2"].max_model_len) == (
+        "demo",
+        cards["demo"].max_model_len,
+    )
+    answer = client.completions.create(**WORDS | {"model": "demo:listed:v2"}, max_tokens=2)
+    assert answer.choices
+    assert server.post("/v1/steering/modules/unregister", {"name": "listed:v2"}).is_success
+    assert "demo:listed:v2" not in {card.id for card in client.models.list()}
+
+
 @pytest.mark.parametrize("way", ["request", "module", "monitor", "small MLP"])
 def test_steering_on_a_condition_and_its_signals(server, client, model, way):
     """One that always holds, and one that never does. The MLP says what the vector does."""

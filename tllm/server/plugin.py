@@ -14,6 +14,7 @@ from tllm.server.bodies import CheckedBodies
 from tllm.server.document import add_fields
 from tllm.server.doors import Door
 from tllm.server.limits import LimitsByKey
+from tllm.server.listed_models import ListedModels
 from tllm.server.live import LiveScores
 from tllm.server.metrics import Stats
 from tllm.server.page import page_router
@@ -65,6 +66,7 @@ class InterventionPlugin:
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         sweeps = PatchSweeps(interventions, limits, state.openai_serving_models)
         state.tllm = ServerState(interventions, settings, files, Stats(interventions), sweeps)
+        state.openai_serving_models = ListedModels(state.openai_serving_models, interventions)
         for door in _DOORS:
             handler = getattr(state, door, None)
             if handler is not None:
