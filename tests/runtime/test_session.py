@@ -67,7 +67,7 @@ class Engine:
     At the tap of layer l > 0, each number of the row at position p is 100 l + p.
     """
 
-    def __init__(self, layers=1, stages=1, samples=True):
+    def __init__(self, layers=1, stages=1, samples=True, most_rows=64):
         self.layers = range(layers)
         self.taps = Taps(
             {(HookPoint.POST_BLOCK, layer): None for layer in self.layers},
@@ -98,7 +98,7 @@ class Engine:
             max_patch_bytes=2**20,
             max_patch_host_bytes=2**20,
             ring_rows=64 * layers,
-            max_ring_rows=64 * layers,
+            max_ring_rows=most_rows * layers,
             overflow="block",
         )
         operation = ("post_block", 0, "v", Coefficients(add=1.0))
@@ -308,6 +308,40 @@ def test_batches_that_take_turns_are_laid_out_once_and_handed_out_by_what_is_kno
         assert engine.step(c=1) == [True]
     assert (len(laid), len(made)) == (4, 4)
     assert consumer.seen == {name: list(range(PROMPT + 10)) for name in "abc"}
+
+
+def test_batches_that_take_turns_find_their_rows_in_a_ring_that_has_grown():
+    """The one that did not make it grow read them where its rows had lain before."""
+    given, goes_on = [], threading.Event()
+
+    class Reading(Positions):
+        def flows(self):
+            reads = (ResidualStream.read(layer=1, role="row"),)
+            return [ConsumerFlow(reads=reads, window=self.window)]
+
+        def consume_bundle(self, bundle, ctx):
+            given.append((bundle.entries["row"], bundle.meta.positions))
+
+    class Slow(Reading):
+        consumer_id = "slow"
+
+        def consume_bundle(self, bundle, ctx):
+            goes_on.wait()
+
+    engine = Engine(layers=2, stages=2, most_rows=128)
+    engine.session.register(Reading())
+    engine.session.register(Slow("background"))
+    before = engine.session._ring.capacity
+    for name in "abcd":
+        engine.start(name)
+    for count in [PROMPT, *([1] * 40)]:
+        for batch in ("ab", "cd"):
+            engine.step(**dict.fromkeys(batch, count))
+    goes_on.set()
+    assert engine.session._ring.capacity > before
+    assert len(given) == 2 * 41
+    for rows, positions in given:
+        assert torch.equal(rows[:, 0], torch.tensor(100.0 + positions).float())
 
 
 def test_what_reads_one_stage_and_draws_on_another_is_told_where_to_read():

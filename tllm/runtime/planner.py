@@ -99,7 +99,7 @@ class RowPlanner:
         self.layout: BatchLayout | None = None
         self._batches = batches
         self._recent: list[BatchLayout] = []  # those that may go on, the last planned first
-        self._arena = ring.arena  # in which the layout's rows were placed
+        self._arena = ring.arena  # in which the layouts' rows were placed
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
         self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
 
@@ -430,7 +430,8 @@ class RowPlanner:
         a few places, so that nothing is found out twice."""
         if self._arena is not self._ring.arena:
             self._arena = self._ring.arena
-            layout.placed.clear()
+            for each in (layout, *self._recent):  # those that it takes turns with, too
+                each.placed.clear()
         rows = self._rows(layout, start)
         if len(layout.placed) < _PLACES:
             layout.placed[start] = rows
