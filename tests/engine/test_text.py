@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engines import SHARE
+from vllm.sampling_params import StructuredOutputsParams
 
 import tllm.stores
 from engine.asking import error_of
@@ -13,6 +14,7 @@ from engine.reference import Addition, PatchedRow, Reference
 from tllm import LLM, SamplingParams
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.lens import LensConsumer
+from tllm.consumers.next_token import NextTokenConsumer
 from tllm.ports import ResidualStream
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -71,6 +73,22 @@ def test_chat_is_read_like_generate(llm):
     )
     assert chatted.outputs[0].token_ids == generated.outputs[0].token_ids
     assert rows(chatted) == rows(generated) == passed(chatted)
+
+
+def test_logits_have_the_mask_of_structured_outputs(llm):
+    llm.register_consumer(NextTokenConsumer())
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
+        consumers={"next_token": {}},
+    )
+    (output,) = llm.generate("Is Leo happy?", params, use_tqdm=False)
+    (values,) = output.outputs[0].consumer_results["next_token"].payload.values
+    allowed = torch.from_numpy(values).isfinite().nonzero()[:, 0].tolist()
+    words = {llm.get_tokenizer().decode([token]) for token in allowed}
+    assert words and all("yes".startswith(word) or "no".startswith(word) for word in words)
+    assert output.outputs[0].token_ids[0] in allowed
 
 
 def test_a_stop_string_cuts_the_rows_with_the_output(llm):

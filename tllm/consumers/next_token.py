@@ -66,7 +66,8 @@ def _check_sent(name: str, given: Any, kinds: Sequence[type]) -> None:
 
 
 class NextTokenConsumer(Consumer):
-    """Log-softmax of the logits of the requests that ask for it, in float32 on the device.
+    """Log-softmax of the logits of the requests that ask for it, in float32 on the device. Of one
+    with `structured_outputs`, that is over the tokens which these allow.
 
     A request asks with `SamplingParams(consumers={"next_token": options})`, for each of its tokens:
 

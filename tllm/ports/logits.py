@@ -6,7 +6,10 @@ from tllm.ports.base import PortRead
 
 
 class Logits:
-    """Rows `[rows, vocab]`, one for each sequence that samples a token this step."""
+    """Rows `[rows, vocab]`, one for each sequence that samples a token this step.
+
+    Of a request with `structured_outputs`, they are -inf for tokens that these do not allow.
+    """
 
     @staticmethod
     def read(*, role: str = "logits") -> PortRead:
