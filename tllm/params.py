@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +37,7 @@ _STEERING_NAMES = {
 }
 
 _DEEPEST = 32
-"""Levels of mappings and lists in what is asked of a capture."""
+"""Levels of mappings and lists in the options of a consumer."""
 
 
 class Asking(msgspec.Struct, kw_only=True):
@@ -322,21 +322,22 @@ def _read(name: str, value: Any) -> Any:
     return _READERS[name](value)
 
 
-def _options(given: Any) -> dict[str, dict[str, Any]]:
-    """`consumers=` as plain data."""
+def _options(given: Any, field: str, example: str) -> dict[str, dict[str, Any]]:
+    """`consumers=` or `capture=` as plain data; raises `ValueError` for what cannot be sent to the
+    workers."""
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"consumers={given!r:.80} is {type(given).__name__}; give a mapping from "
-            "consumers to options, such as {'esamp': {'beta': 0.3}}"
+            f"{field}={given!r:.80} is {type(given).__name__}; give a mapping from consumers to "
+            f"options, such as {example}"
         )
     found: dict[str, dict[str, Any]] = {}
     for name, options in given.items():
         if not isinstance(options, Mapping):
             raise ValueError(
-                f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
-                "such as {'enabled': False}"
+                f"{field}[{name!r}] is {type(options).__name__}; give a mapping of options, as in "
+                f"{example}"
             )
-        found[_key(name, "consumers")] = _plain(options, f"consumers[{name!r}]")
+        found[_key(name, field)] = _plain(options, f"{field}[{name!r}]")
     return found
 
 
@@ -359,8 +360,12 @@ def _asked_of(read: Mapping[str, Any]) -> Asked:
 
 _TIER_OF = {field: tier for tier, field in _STEERING_NAMES.items()}
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "consumers": _options,
-    "capture": lambda given: captured(given),
+    "consumers": partial(_options, field="consumers", example="{'esamp': {'beta': 0.3}}"),
+    "capture": partial(
+        _options,
+        field="capture",
+        example="{'memory': {'hooks': {'post_block': [12]}, 'positions': 'last_prompt'}}",
+    ),
     "steering_module_ref": parse_modules,
     "steering_positions": lambda given: Selection.parse(given, "steering_positions"),
     "patch": RequestPatch.parse,
@@ -421,23 +426,6 @@ def _steering(read: Mapping[str, Any]) -> RequestSteering | None:
     asked = RequestSteering(reduce(Tiers.joined, tiers, Tiers()), modules, where, endings)
     asked.hash()
     return asked
-
-
-def captured(capture: Any) -> dict[str, dict[str, Any]]:
-    """`capture=` as plain data; raises `ValueError` for what cannot be sent to the workers."""
-    if not isinstance(capture, Mapping):
-        raise ValueError(
-            f"capture={capture!r} is {type(capture).__name__}; give a mapping such as "
-            "{'memory': {'hooks': {'post_block': [12]}, 'positions': 'last_prompt'}}"
-        )
-    for name, chosen in capture.items():
-        if not isinstance(name, str) or not isinstance(chosen, Mapping):
-            raise ValueError(
-                f"capture[{name!r}] is {type(chosen).__name__}; give a mapping of options, such as "
-                "{'hooks': {'post_block': [12]}, 'positions': 'last_prompt'}"
-            )
-    plain: dict[str, dict[str, Any]] = _plain(capture, "capture")
-    return plain
 
 
 def _plain(value: Any, field: str, depth: int = 0) -> Any:
