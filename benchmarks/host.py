@@ -221,9 +221,9 @@ class Steady:
         )
         consumers = _consumers(self.layers)
         if self.case in consumers:
-            self.session.register(consumers[self.case]())
+            self.session.consumers.register(consumers[self.case]())
         if self.case == "captured and steered":
-            self.session.register(consumers["captured, all layers"]())
+            self.session.consumers.register(consumers["captured, all layers"]())
         self._start()
         steps = getattr(self.session, "steps", None)
         if steps is not None:
@@ -329,7 +329,7 @@ class Steady:
             self.starts = starts
             self.step(counts)
         self.session.flush()
-        sendable(self.session.pop_results(ended, {}, 60.0))
+        sendable(self.session.sequences.pop_results(ended, {}, 60.0))
         return 1e6 * (time.process_time() - started) / steps
 
     def step_anew(self) -> float:

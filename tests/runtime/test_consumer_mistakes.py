@@ -52,7 +52,7 @@ class WritesForNames(Positions):
 @pytest.mark.parametrize("method", ["set", "clear"])
 @pytest.mark.parametrize("window", ["same_step", "next_step", "background"])
 def test_a_write_for_what_is_no_request_is_its_consumers_error_alone(engine, window, method):
-    engine.session.register(WritesForNames(window, method))
+    engine.session.consumers.register(WritesForNames(window, method))
     engine.start("a")
     engine.start("b", EVERYWHERE)
     owner = engine.session.consumers.get("positions")
@@ -77,10 +77,10 @@ class NeedsTokens(BySlot):
 
 def test_what_begins_after_it_was_given_up_is_told_at_its_end_and_frees_its_slot(engine):
     consumer = NeedsTokens()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     names = [f"request-{number}" for number in range(9)]
     for name in names:
-        engine.session.discard_results([name])
+        engine.session.sequences.discard_results([name])
         engine.start(name)
         engine.step(**{name: PROMPT})
         engine.finish(name)
@@ -120,7 +120,7 @@ class SteersOnce(Positions):
 
 @pytest.mark.parametrize("leaves", ["decide", "on_step_end", "unregister"])
 def test_what_a_controller_does_to_a_request_ends_with_it(engine, leaves):
-    engine.session.register(SteersOnce(raises=leaves))
+    engine.session.consumers.register(SteersOnce(raises=leaves))
     asked = (RowsRead("positions", Selection()),)
     spec = RequestSpec("a", "a", isolated=True, acted=True, steering_rows=asked)
     engine.session.sequences.start("a", [1] * PROMPT, PROMPT, spec, 0)
@@ -158,7 +158,7 @@ class Stops(Positions):
 @pytest.mark.parametrize("reason", [np.array(["sad", "gay"])[0], "sad\ud800"])
 def test_the_reason_of_a_stop_can_be_sent_to_the_users_process(engine, reason):
     """vLLM's thread that sends outputs ended with the first that could not."""
-    engine.session.register(Stops(reason))
+    engine.session.consumers.register(Stops(reason))
     engine.session.sequences.start("a", [1] * PROMPT, PROMPT, RequestSpec("a", "a", acted=True), 0)
     engine.computed["a"] = 0
     engine.step(a=PROMPT)
@@ -258,7 +258,7 @@ class Learns(Positions):
     ],
 )
 def test_who_would_learn_in_inference_mode_is_told_how(engine, left, wrong, advised):
-    engine.session.register(Learns(left, wrong))
+    engine.session.consumers.register(Learns(left, wrong))
     engine.start("a")
     with torch.inference_mode():
         engine.step(a=PROMPT)
@@ -278,7 +278,7 @@ class LearnsToDecide(Learns):
 
 
 def test_a_controller_that_would_learn_in_inference_mode_is_told_how(engine):
-    engine.session.register(LearnsToDecide(False, "mode"))
+    engine.session.consumers.register(LearnsToDecide(False, "mode"))
     spec = RequestSpec("a", "a", acted=True)
     engine.session.sequences.start("a", [1] * PROMPT, PROMPT, spec, 0)
     engine.computed["a"] = 0

@@ -109,7 +109,7 @@ def engine():
 @pytest.fixture
 def guiding(engine):
     consumer = Guiding()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a")
     engine.draw(PROMPT)
     consumer.told.clear()
@@ -142,7 +142,7 @@ def test_what_the_sampler_is_asked_is_asked_anew_when_a_sequence_is_scheduled_an
 
 def test_a_prompt_that_is_computed_a_token_at_a_time_is_guided_at_its_end(engine):
     consumer = Guiding()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a")
     for _ in range(PROMPT - 1):
         engine.draw()
@@ -158,7 +158,7 @@ NAN, INF = float("nan"), float("inf")
     "deltas", [[NAN, 0, 0, 0], [0, INF, 0, 0], [-INF, -INF, -INF, 0]], ids=["nan", "inf", "nothing"]
 )
 def test_deltas_that_no_token_can_be_drawn_from_are_refused(engine, deltas):
-    engine.session.register(Biased(deltas))
+    engine.session.consumers.register(Biased(deltas))
     engine.start("a")
     step = ThreeTokens(1)
     engine.draw(PROMPT, step=step)
@@ -171,7 +171,7 @@ def test_deltas_that_are_no_tensor_are_refused_with_what_to_give(engine):
         def guide(self, candidates, ctx):
             return self.deltas.numpy()
 
-    engine.session.register(Arrays([0.0] * 4))
+    engine.session.consumers.register(Arrays([0.0] * 4))
     engine.start("a")
     engine.draw(PROMPT, step=ThreeTokens(1))
     error = engine.session.stats()["consumers"]["guiding"]
@@ -179,7 +179,7 @@ def test_deltas_that_are_no_tensor_are_refused_with_what_to_give(engine):
 
 
 def test_what_stands_beyond_the_candidates_of_a_row_means_nothing(engine):
-    engine.session.register(Biased([1.0, -INF, 0.5, NAN]))
+    engine.session.consumers.register(Biased([1.0, -INF, 0.5, NAN]))
     engine.start("a")
     step = ThreeTokens(1)
     engine.draw(PROMPT, step=step)

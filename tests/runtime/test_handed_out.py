@@ -66,7 +66,7 @@ class Modelled(Engine):
 
     def come(self, name, phase):
         consumer = Keeping(name, phase)
-        self.session.register(consumer)
+        self.session.consumers.register(consumer)
         self.consumers[name] = consumer, []
 
     def go(self, name):

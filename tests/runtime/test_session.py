@@ -373,7 +373,7 @@ def test_a_result_that_was_promised_by_a_consumer_that_left_is_an_error():
     for name in "ab":
         engine.finish(name)
     engine.session.unregister("positions")
-    found = engine.session.pop_results(["a", "b"], {})
+    found = engine.session.sequences.pop_results(["a", "b"], {})
     assert found["a"][0]["positions"] == {"status": "ok", "error": None, "payload": "made"}
     assert found["b"][0]["positions"]["status"] == "error"
     assert "was unregistered before it had made this" in found["b"][0]["positions"]["error"]
@@ -434,7 +434,7 @@ def test_a_consumer_hears_of_every_step_in_which_others_are_steered(engine):
             return [ConsumerFlow(reads=reads, window=self.window)]
 
     consumer = OfPrompts()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     decoding(engine)
     assert consumer.steps == list(range(1, 12)), "though it is given rows in the first only"
 
@@ -444,7 +444,7 @@ def test_a_consumer_that_raised_costs_no_more_than_none(engine, monkeypatch):
         def consume_bundle(self, bundle, ctx):
             raise RuntimeError("on purpose")
 
-    engine.session.register(Raising())
+    engine.session.consumers.register(Raising())
     engine.start("b")
     engine.step(b=PROMPT)
     assert engine.step() == [False]
@@ -522,7 +522,7 @@ def test_rows_are_steered_as_asked_whatever_happens(actions):
         elif action == "put":
             engine.session.steering.put({f"v{number}": np.ones(HIDDEN, np.float32)}, {})
         elif action == "consumer comes" and not engine.session.consumers.by_id:
-            engine.session.register(Positions())
+            engine.session.consumers.register(Positions())
         elif action == "consumer goes" and engine.session.consumers.by_id:
             engine.session.unregister()
     assert engine.session.steps.rows_steered == steered
@@ -544,7 +544,7 @@ def grow(engine, name, *consumers):
 
 def test_rows_of_an_input_are_given_though_the_next_one_asks_for_none(engine):
     consumer = Asked("next_step")
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", consumers=["positions"])
     engine.step(a=PROMPT)
     grow(engine, "a")
@@ -555,7 +555,7 @@ def test_rows_of_an_input_are_given_though_the_next_one_asks_for_none(engine):
 
 def test_a_prompt_that_grows_is_laid_out_again_only_when_its_rows_go_to_others(engine, monkeypatch):
     consumer, slots = Asked(), engine.session._slots
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", consumers=["positions"])
     assign, laid_out = slots.assign_timeline, []
     monkeypatch.setattr(
@@ -575,7 +575,7 @@ def test_a_prompt_that_grows_is_laid_out_again_only_when_its_rows_go_to_others(e
     assert len(laid_out) == 2
     everybody = Positions()
     everybody.consumer_id = "everybody"
-    engine.session.register(everybody)
+    engine.session.consumers.register(everybody)
     grow(engine, "a", "positions")
     engine.step(a=2)
     assert consumer.seen["a"][-2:] == everybody.seen["a"] == [PROMPT + 10, PROMPT + 11]
@@ -599,7 +599,7 @@ def test_what_was_written_for_an_input_is_not_for_one_that_does_not_ask(engine, 
         _, rows = engine.begin(dict.fromkeys(engine.computed, 1))
         return rows[list(engine.computed).index("a")].tolist()
 
-    engine.session.register(Writing())
+    engine.session.consumers.register(Writing())
     if beside:
         engine.start("b", *beside)
     engine.start("a", consumers=["positions"])
@@ -625,11 +625,11 @@ def test_who_used_a_consumer_in_an_earlier_input_is_told_to_it_at_the_end(engine
             self.options.append((request.prompt_len, dict(request.options)))
             return self.rows.pop(request.slot, [])
 
-    engine.session.register(consumer := BySlot())
+    engine.session.consumers.register(consumer := BySlot())
 
     def result_of(name):
         engine.finish(name)
-        return engine.session.pop_results([name], {})[name][0]["positions"]["payload"]
+        return engine.session.sequences.pop_results([name], {})[name][0]["positions"]["payload"]
 
     engine.start("a", consumers=["positions"])
     engine.step(a=PROMPT)
@@ -649,7 +649,7 @@ def test_who_used_a_consumer_in_an_earlier_input_is_told_to_it_at_the_end(engine
 
 
 def test_a_consumer_that_comes_is_not_told_of_who_used_another_of_its_name(engine):
-    engine.session.register(Asked())
+    engine.session.consumers.register(Asked())
     engine.start("a", consumers=["positions"])
     engine.step(a=PROMPT)
     grow(engine, "a")
@@ -660,7 +660,7 @@ def test_a_consumer_that_comes_is_not_told_of_who_used_another_of_its_name(engin
         def on_request_finished(self, request, ctx):
             ended.append(request.request_id)
 
-    engine.session.register(Other())
+    engine.session.consumers.register(Other())
     engine.finish("a")
     assert not ended
 
@@ -673,7 +673,7 @@ def test_once_all_consumers_are_waited_for_no_rows_are_kept_for_slow_ones(engine
             slowly.wait()
             super().consume_bundle(bundle, ctx)
 
-    engine.session.register(consumer := Slow("background"))
+    engine.session.consumers.register(consumer := Slow("background"))
     engine.start("a")
     engine.step(a=PROMPT)
     engine.step()
@@ -725,7 +725,7 @@ def test_a_consumer_that_needs_tokens_hears_of_an_end_that_nobody_waits_for(engi
         def on_request_finished(self, request, ctx):
             ended.append((request.request_id, request.token_ids))
 
-    engine.session.register(Needing())
+    engine.session.consumers.register(Needing())
     engine.session.sequences.start("a", [1] * PROMPT, PROMPT, RequestSpec("a"), 0)
     engine.computed["a"] = 0
     engine.step(a=PROMPT)
@@ -758,8 +758,8 @@ class BySlot(Consumer):
 
 def test_a_slot_is_nobody_elses_while_a_consumer_waits_for_the_tokens(engine):
     """The user's process knows where a stop string ended a text, and tells it later."""
-    engine.session.register(BySlot("one"))
-    engine.session.register(BySlot("other"))
+    engine.session.consumers.register(BySlot("one"))
+    engine.session.consumers.register(BySlot("other"))
     engine.start("a")
     engine.step(a=PROMPT)
     engine.step(a=1)
@@ -769,7 +769,7 @@ def test_a_slot_is_nobody_elses_while_a_consumer_waits_for_the_tokens(engine):
         engine.step(**{name: PROMPT})
         engine.finish(name)
     tokens = {"a": {0: [1] * 5}, "b": {0: [1] * 4}}
-    found = engine.session.pop_results(["a"], tokens)["a"][0]
+    found = engine.session.sequences.pop_results(["a"], tokens)["a"][0]
     assert {name: found[name]["payload"] for name in found} == dict.fromkeys(
         ("one", "other"), (PROMPT + 1, (1,) * 5)
     )
@@ -777,17 +777,17 @@ def test_a_slot_is_nobody_elses_while_a_consumer_waits_for_the_tokens(engine):
     free = len(slots._free)
     engine.session.unregister("one")  # it is asked for its part of the others; the other one waits
     assert len(slots._free) == free
-    found = engine.session.pop_results(["b"], tokens)["b"][0]
+    found = engine.session.sequences.pop_results(["b"], tokens)["b"][0]
     assert found["one"]["payload"] == (PROMPT, None)
     assert found["other"]["payload"] == (PROMPT, (1,) * 4)
     assert len(slots._free) == free + 1
-    engine.session.discard_results(list("cdef"))
+    engine.session.sequences.discard_results(list("cdef"))
     assert len(slots._free) == len(slots.by_slot) and not slots._held
 
 
 def test_what_was_computed_of_a_dropped_token_comes_again(engine):
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a")
     engine.step(a=PROMPT)
     engine.step(a=1)
@@ -801,12 +801,12 @@ def test_what_was_computed_of_a_dropped_token_comes_again(engine):
 
 def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", GroupUse("any", Selection(), "unknown"))
     engine.start("b", EVERYWHERE)
     assert engine.step(a=PROMPT, b=PROMPT) == [False] * PROMPT + [True] * PROMPT
     engine.finish("a")
-    result = engine.session.pop_results(["a"], {})["a"][0]["positions"]
+    result = engine.session.sequences.pop_results(["a"], {})["a"][0]["positions"]
     assert result["status"] == "error" and "unknown is not in this worker" in result["error"]
     assert consumer.seen == {"b": [0, 1, 2]}
 
@@ -832,7 +832,7 @@ def test_who_was_to_be_steered_and_is_not_is_told_once(engine):
     steps = engine.step(a=PROMPT, b=PROMPT, c=PROMPT)
     assert steps == [False] * PROMPT + [True] * PROMPT + [False] * PROMPT
     assert engine.session.not_steered(["a", "b"]) == ["a"]
-    engine.session.register(Positions())  # looks at every sequence again
+    engine.session.consumers.register(Positions())  # looks at every sequence again
     assert engine.session.not_steered(["a", "b"]) == []
     engine.finish("c")
     assert engine.session.not_steered(["c"]) == ["c"]
@@ -842,7 +842,7 @@ def test_who_was_to_be_steered_and_is_not_is_told_once(engine):
 @pytest.mark.parametrize("steering", [(), (EVERYWHERE,)])
 def test_rows_are_not_delivered_again_after_steps_in_which_none_are(engine, steering):
     consumer = Asked()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", consumers=["positions"])
     engine.start("b", *steering)
     engine.step(a=PROMPT, b=PROMPT)
@@ -861,7 +861,7 @@ def test_a_consumer_does_not_get_rows_from_before_it_came_when_they_are_computed
     engine.preempt("a")
     engine.step(b=1)
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.step(a=PROMPT + 10, b=1)
     engine.step()
     assert consumer.seen["a"] == [PROMPT + 10]
@@ -875,7 +875,7 @@ def test_a_session_is_idle_while_nothing_is_done_to_any_row(engine):
     assert not engine.session.steps.idle
     engine.finish("b")
     assert engine.session.steps.idle
-    engine.session.register(Asked())
+    engine.session.consumers.register(Asked())
     assert engine.session.steps.idle, "nobody has asked for it"
     engine.start("c", consumers=["positions"])
     assert not engine.session.steps.idle
@@ -895,7 +895,7 @@ def test_a_consumer_that_comes_while_sequences_are_steered_has_every_row_from_th
 ):
     decoding(engine)
     consumer = Positions(window)
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     for _ in range(5):
         assert engine.step() == [True, False]
     engine.session.unregister("positions")
@@ -907,7 +907,7 @@ def test_a_consumer_that_comes_while_sequences_are_steered_has_every_row_from_th
 
 def test_rows_computed_again_after_a_long_decode_are_given_once(engine):
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     decoding(engine, 30)
     engine.preempt("a")
     engine.step(a=20, b=1)
@@ -921,7 +921,7 @@ def test_rows_computed_again_after_a_long_decode_are_given_once(engine):
 def test_rows_that_a_consumer_came_too_late_for_are_not_its_when_computed_again(engine):
     decoding(engine, 30)
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.preempt("a")
     engine.step(a=PROMPT + 30, b=1)
     engine.step()
@@ -930,7 +930,7 @@ def test_rows_that_a_consumer_came_too_late_for_are_not_its_when_computed_again(
 
 def test_a_consumer_on_request_is_not_called_for_sequences_that_are_only_steered(engine):
     consumer = Asked()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     decoding(engine)
     assert not consumer.steps
     engine.start("c", consumers=["positions"])
@@ -946,12 +946,12 @@ def test_a_consumer_on_request_is_not_called_for_sequences_that_are_only_steered
 @pytest.mark.parametrize("steering", [EVERYWHERE, OFF_AT_8])
 def test_a_sequence_whose_results_were_taken_is_steered_and_no_longer_captured(engine, steering):
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", steering)
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
     engine.step()
-    engine.session.pop_results(["a"], {})
+    engine.session.sequences.pop_results(["a"], {})
     assert engine.step() == [True, False]
     assert consumer.seen == {"a": [*range(PROMPT + 1)], "b": [*range(PROMPT + 2)]}
 
@@ -1004,7 +1004,7 @@ def test_a_patch_of_rows_that_are_gone_is_told_and_the_sequence_goes_on(engine):
     assert engine.step(a=PROMPT) == [False] * PROMPT
     engine.finish("a")
     assert engine.session.not_steered(["a"]) == ["a"]
-    said = engine.session.pop_results(["a"], {})["a"][0]["patching"]
+    said = engine.session.sequences.pop_results(["a"], {})["a"][0]["patching"]
     assert said["status"] == "error" and "dropped before the request began" in said["error"]
     assert engine.session.stats()["sequences_not_patched"] == 1
 
@@ -1014,7 +1014,7 @@ def test_a_patch_of_rows_that_are_gone_is_told_and_the_sequence_goes_on(engine):
 def test_rows_of_rejected_drafts_reach_nobody_and_are_computed_again(engine, window, later):
     """Also where it is asked which drafts are accepted when the next step begins."""
     consumer = Positions(window)
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", EVERYWHERE)
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
@@ -1094,7 +1094,7 @@ def test_rows_of_steps_that_are_decided_later_are_whose_they_are(window):
             given.append(bundle)
 
     engine, reading, computed = Engine(layers=2), Reading(window), {}
-    engine.session.register(reading)
+    engine.session.consumers.register(reading)
     engine.start("a", EVERYWHERE)
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
@@ -1158,7 +1158,7 @@ def test_sequences_come_and_go_while_steps_are_undecided(actions, window):
             end_of[request.request_id] = len(given.get(request.request_id, ()))
 
     if window is not None:
-        engine.session.register(Reading())
+        engine.session.consumers.register(Reading())
     computed, number = {}, 0
     for action, *details in [("start", "everywhere"), *actions, ("draft", 3, [1] * 4)]:
         names = sorted(engine.computed)
@@ -1211,7 +1211,7 @@ def test_sequences_come_and_go_while_steps_are_undecided(actions, window):
 
 def test_a_batch_that_loses_and_gains_sequences_is_waited_for_by_nobody():
     engine, reading = Engine(), Positions("background")
-    engine.session.register(reading)
+    engine.session.consumers.register(reading)
     engine.start("a", EVERYWHERE)
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
@@ -1268,7 +1268,7 @@ def test_where_a_step_begins_must_be_known_where_what_is_done_depends_on_it(engi
     assert not is_begun(EVERYWHERE, drafts=2, between=(PROMPT - 1, PROMPT)), "of the prompt, or not"
     assert not is_begun(EVERYWHERE, drafts=2), "nothing is known of others than before"
     consumer = Positions("next_step")
-    assert not is_begun(EVERYWHERE, then=lambda: engine.session.register(consumer))
+    assert not is_begun(EVERYWHERE, then=lambda: engine.session.consumers.register(consumer))
 
 
 def test_drafts_that_nobody_looks_at_are_not_taken_for_delivered(engine):
@@ -1276,7 +1276,7 @@ def test_drafts_that_nobody_looks_at_are_not_taken_for_delivered(engine):
     engine.step(a=PROMPT)
     engine.draft({"a": 3}, {})
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.step(a=1)
     assert consumer.seen == {"a": [PROMPT + 1]}
     assert engine.session.steps.rows_steered == PROMPT + 2
@@ -1284,7 +1284,7 @@ def test_drafts_that_nobody_looks_at_are_not_taken_for_delivered(engine):
 
 def test_a_step_of_which_it_never_becomes_known_what_was_accepted_gives_no_draft(engine):
     consumer = Positions()
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a")
     engine.step(a=PROMPT)
     engine.begin({"a": 4}, {"a": 3})
@@ -1294,7 +1294,7 @@ def test_a_step_of_which_it_never_becomes_known_what_was_accepted_gives_no_draft
 
 def test_a_step_of_which_it_never_becomes_known_where_it_began_gives_nothing(engine):
     consumer = Positions("out_of_band")
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", EVERYWHERE)
     engine.step(a=PROMPT)
     engine.draft({"a": 3}, {"a": 1}, later=True)
@@ -1339,8 +1339,8 @@ def test_rows_of_several_layers_are_each_under_their_role(names, delivery, every
                 )
 
     engine, reading = Engine(layers=4), Reading()
-    engine.session.register(reading)
-    engine.session.register(Asked())
+    engine.session.consumers.register(reading)
+    engine.session.consumers.register(Asked())
     for name in names:
         engine.start(name, consumers=("positions",) if name == "a" else ())
     engine.step(**dict.fromkeys(names, PROMPT))
@@ -1371,7 +1371,7 @@ def test_rows_of_several_layers_are_changed_in_place_by_what_learns():
             grown.append(learned.grad)
 
     engine = Engine(layers=2)
-    engine.session.register(Learning())
+    engine.session.consumers.register(Learning())
     engine.start("a")
     engine.step(a=PROMPT)
     engine.session.synchronize()
@@ -1380,7 +1380,7 @@ def test_rows_of_several_layers_are_changed_in_place_by_what_learns():
 
 def test_only_rows_that_are_lost_count_as_dropped(engine):
     consumer = Positions("background")
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a")
     engine.step(a=PROMPT)
     engine.session._ring.reserve = lambda rows: None
@@ -1403,7 +1403,7 @@ def test_rows_are_said_to_be_of_the_input_that_they_were_computed_for(engine, wi
                 self.seen[int(position)] = bool(of_prompt)
 
     consumer = Phases(window)
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     engine.start("a", consumers=["positions"])
     engine.step(a=PROMPT)
     for _ in range(3):
@@ -1433,7 +1433,7 @@ def test_rows_that_wait_for_an_nth_step_are_flushed_on_the_stream_they_were_copi
         def consume_bundle(self, bundle, ctx):
             self.seen[bundle.meta.positions.tobytes()] = list(streams)
 
-    engine.session.register(consumer := Tenth("background"))
+    engine.session.consumers.register(consumer := Tenth("background"))
     engine.start("a")
     engine.step(a=PROMPT)
     engine.step(a=1)
@@ -1456,7 +1456,7 @@ def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
         under_way.append(engine.session.consumers.by_id["memory"].export_thread.waiting)
 
     monkeypatch.setattr(consumer, "consume_bundle", consume_bundle)
-    engine.session.register(consumer)
+    engine.session.consumers.register(consumer)
     steps = 4
     consumer._limit = consumer._rows._limit = steps * PROMPT * HIDDEN * 4
     capture = {"memory": {"hooks": {"post_block": [0]}, "positions": "all"}}
@@ -1466,7 +1466,7 @@ def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
         engine.computed = {f"r{number}": 0}
         engine.step(**{f"r{number}": PROMPT})
         engine.finish(f"r{number}")
-    results = engine.session.pop_results([f"r{number}" for number in range(20)], {}, 10.0)
+    results = engine.session.sequences.pop_results([f"r{number}" for number in range(20)], {}, 10.0)
     for of_sample in results.values():
         assert of_sample[0]["memory"]["status"] == "ok"
         assert len(of_sample[0]["memory"]["payload"]["post_block"][0]) == PROMPT
@@ -1484,7 +1484,7 @@ def test_a_thread_that_is_late_is_told_of_sequences_as_they_were(engine):
             (request,) = bundle.meta.requests
             told.append((bundle.meta.positions.tolist(), request.prompt_len))
 
-    engine.session.register(Late("background"))
+    engine.session.consumers.register(Late("background"))
     engine.start("a")
     engine.step(a=PROMPT)
     for _ in range(3):
@@ -1509,7 +1509,7 @@ def test_rows_of_several_steps_are_of_prompts_that_grow_between_them(engine):
             meta = bundle.meta
             told.append((bundle.key["phase"], meta.positions.tolist(), meta.is_prefill.tolist()))
 
-    engine.session.register(Every())
+    engine.session.consumers.register(Every())
     engine.start("a")
     engine.step(a=PROMPT)
     engine.step()

@@ -45,7 +45,7 @@ class WorkerCalls:
         self.enter_conversation = self._conversations.enter
         self.forget_conversation = self._conversations.forget
         self.conversations = self._conversations.described
-        self.discard_results = session.discard_results
+        self.discard_results = session.sequences.discard_results
         self.not_steered = session.not_steered
         self.call_consumer = session.call_consumer
         self.consumer_stats = session.consumer_stats
@@ -93,7 +93,7 @@ class WorkerCalls:
         if consumer_id in self._consumers:
             return False
         consumer, *_, registration = cloudpickle.loads(payload)
-        self._session.register(consumer, registration)
+        self._session.consumers.register(consumer, registration)
         self._consumers[consumer_id] = registration
         self._registered.put(f"consumer:{consumer_id}", payload)
         return True
@@ -179,7 +179,7 @@ class WorkerCalls:
 
     def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
-        return self._session.pop_results(prompt_ids, tokens or {}, wait_s)
+        return self._session.sequences.pop_results(prompt_ids, tokens or {}, wait_s)
 
     # -- consumers -------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.broken_sequences import BrokenSequences
-from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
 from tllm.runtime.flows import BoundConsumer
@@ -21,7 +20,6 @@ from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.programs import Programs
 from tllm.runtime.registered import RegisteredConsumers
-from tllm.runtime.results import PromptResults
 from tllm.runtime.ring import Overflow, Ring
 from tllm.runtime.sampling import LmHead
 from tllm.runtime.sequences import RunningSequences
@@ -149,9 +147,6 @@ class Session:
 
     # -- between steps -----------------------------------------------------------------------------
 
-    def register(self, consumer: ConsumerProtocol, registration: str = "") -> None:
-        self.consumers.register(consumer, registration)
-
     def unregister(self, consumer_id: str | None = None) -> None:
         """Remove a consumer, or all of them, after its pending rows were handed out."""
         self.flush()
@@ -160,17 +155,6 @@ class Session:
         ):
             self.consumers.remove(name)
         self.consumers.reassign()
-
-    def pop_results(
-        self,
-        prompt_ids: list[str],
-        tokens: Mapping[str, Mapping[int, list[int]] | None],
-        wait_s: float = 0.0,
-    ) -> PromptResults:
-        return self.sequences.pop_results(prompt_ids, tokens, wait_s)
-
-    def discard_results(self, prompt_ids: list[str]) -> None:
-        self.sequences.discard_results(prompt_ids)
 
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
         """Which of these prompts were to be steered or patched and could not be, told once."""
