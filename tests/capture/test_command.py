@@ -22,7 +22,7 @@ from tiny_engines import SHARE
 import tllm.stores
 from tllm.cli import capture as capturing
 from tllm.engine.tokenizer import encoded, tokenizer_of
-from tllm.stores.owners import owner_of
+from tllm.stores.writer_root import owner_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 TLLM = Path(sys.executable).parent / "tllm"

@@ -22,7 +22,7 @@ from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import prompt_lines
 from tllm.stores.format import WRITERS, normal_text, root_path
-from tllm.stores.owners import owner_of
+from tllm.stores.writer_root import owner_of
 
 NAME = "filesystem"
 

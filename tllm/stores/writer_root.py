@@ -1,4 +1,4 @@
-"""The root of a store, as a writer opens it."""
+"""The root of a store, as a writer opens it, and who else writes into it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError, WriterInUseError, describe
 from tllm.stores.files import make_folder, remove, sync_folder, write_file
-from tllm.stores.format import MARKER, WriterPaths, marker_text, require_marker
+from tllm.stores.format import MARKER, WRITERS, WriterPaths, marker_text, require_marker
 from tllm.stores.writer_options import WriterOptions
 
 
@@ -72,7 +72,7 @@ def _lock(paths: WriterPaths, sync: bool) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(fd, 200, 0).decode(errors="replace").strip()
+            owner = _owner_in(fd)
             raise WriterInUseError(
                 f"writer_id={paths.writer_id!r} is in use under {str(paths.root)!r} by {owner}; "
                 "give each writer an id of its own, or a root of its own; where that process is "
@@ -85,6 +85,30 @@ def _lock(paths: WriterPaths, sync: bool) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def owner_of(root: Path, name: str) -> str:
+    """The process that has a writer's folder under a root, and its host; empty where none has.
+
+    What is written there stays when that process has ended: it is the lock that counts.
+    """
+    try:
+        fd = os.open(root / WRITERS / name / "lock", os.O_RDONLY)
+    except OSError:  # no writer has begun there, or others may not look
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _owner_in(fd)
+    except OSError:  # of a file system without locks
+        return ""
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _owner_in(lock: int) -> str:
+    return os.pread(lock, 200, 0).decode(errors="replace").strip()
 
 
 def _write_marker(paths: WriterPaths, sync: bool) -> None:
