@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.path_ways import PathWays, Place
 from tllm.client.sweep_form import PromptPair
@@ -17,8 +15,8 @@ from tllm.spec.layers import Layers, layer_numbered
 from tllm.spec.reading import (
     FloatArray,
     check_text,
+    float_array,
     hook_named,
-    numeric_array,
     one_or_several,
     whole_numbers,
 )
@@ -200,21 +198,16 @@ class PatchingArguments:
             if point.has_layer and not layers:
                 raise ValueError(f"rows[{hook!r}] is empty; give {{layer: row}}, or leave it out")
             for layer, row in layers.items() if point.has_layer else [(None, layers)]:
+                where = f"rows[{hook!r}][{layer}]"
                 number = None if layer is None else layer_numbered(layer, f"rows[{hook!r}]")
                 point, at = facts.points.check(point, number)
-                with np.errstate(over="ignore"):
-                    array = np.array(numeric_array(row, f"rows[{hook!r}][{layer}]"), np.float32)
+                array = float_array(row, where)
                 if array.shape != (facts.hidden_size,):
                     raise ValueError(
-                        f"rows[{hook!r}][{layer}] has shape {list(array.shape)}; give "
-                        f"[{facts.hidden_size}]"
+                        f"{where} has shape {list(array.shape)}; give [{facts.hidden_size}]"
                     )
                 if not abs(array).max() <= min(facts.max_value, facts.max_reach):
-                    raise ValueError(
-                        f"rows[{hook!r}][{layer}] has values that are not finite, or larger than "
-                        "the rows of this model"
-                    )
-                where = f"rows[{hook!r}][{layer}]"
+                    raise ValueError(f"{where} has values that are larger than the model's rows")
                 if (first := given.setdefault((point.value, at), where)) != where:
                     raise ValueError(
                         f"{first} and {where} are of the same place; leave one of them out"

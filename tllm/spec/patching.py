@@ -18,8 +18,8 @@ from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
 from tllm.spec.reading import (
     FloatArray,
     allow_keys,
+    float_array,
     hook_named,
-    numeric_array,
     scalar,
     whole_number,
     whole_numbers,
@@ -405,10 +405,7 @@ def noise_rows(std: float, seed: int, positions: Sequence[int], hidden: int) -> 
 
 
 def _rows(given: Any, count: int | None, name: str) -> FloatArray:
-    with np.errstate(over="ignore"):
-        rows = np.array(numeric_array(given, name), np.float32)
-    if not np.isfinite(rows).all():
-        raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
+    rows = float_array(given, name)
     if rows.ndim == 1:
         rows = rows[None]
     if rows.ndim != 2 or not rows.size or (count is not None and len(rows) not in (1, count)):

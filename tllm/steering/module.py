@@ -17,12 +17,7 @@ from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
-from tllm.spec.reading import (
-    FloatArray,
-    hook_named,
-    numeric_array,
-    scalar,
-)
+from tllm.spec.reading import FloatArray, float_array, hook_named, numeric_array, scalar
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -240,12 +235,7 @@ def as_vector(value: Any, where: str) -> FloatArray:
         raise ValueError(f"{where} has shape {list(array.shape)}; a vector is [hidden]")
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(f"{where} is {array.dtype}; a vector is of floating-point numbers")
-    with np.errstate(over="ignore"):
-        vector = array.astype(np.float32)
-    bad = int(np.count_nonzero(~np.isfinite(vector)))
-    if bad:
-        raise ValueError(f"{where} has {bad} entries that are NaN or infinite in float32")
-    return vector
+    return float_array(array, where)
 
 
 def _checked(vectors: Mapping[str, Mapping[int, Any]], source: str) -> Vectors:
