@@ -70,14 +70,13 @@ def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
     assert not wide
 
 
-@pytest.mark.parametrize("has_starts", [False, True])
-def test_a_plan_row_that_no_column_uses_is_not_written(has_starts):
-    """Each store stands behind a branch; what the device knows of starts is read where it does."""
+def test_a_plan_row_that_no_column_uses_is_not_written():
+    """Each store stands behind a branch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = row_plan._row_plan_kernel.kernel
-    chosen = {"HAS_STARTS": has_starts, "BLOCK": 256}
+    chosen = {"BLOCK": 256}
     numbers = dict.fromkeys(("plan_stride", "used"), "i32")
     signature = {
         name: "constexpr" if name in chosen else numbers.get(name, "*i32")
@@ -90,5 +89,4 @@ def test_a_plan_row_that_no_column_uses_is_not_written(has_starts):
     stores = re.findall(r"st\.global", ptx)
     assert stores and len(branches) > len(Column)
     loads = len(re.findall(r"ld\.global", ptx))
-    without = {False: 5 + len(Column), True: 5 + len(Column) + 4}[has_starts]
-    assert loads == without
+    assert loads == 5 + len(Column)

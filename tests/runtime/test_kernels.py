@@ -45,10 +45,10 @@ pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def segments_of(pick, **more):
+def segments_of(pick):
     """Segments with a gap here and there: `[n, SEGMENT_WIDTH]`."""
     segments, row, destination = [], 0, 0
-    for slot in range(pick.randint(1, 6)):
+    for _ in range(pick.randint(1, 6)):
         count, width = pick.randint(1, 700), pick.choice([0, 1, 3])
         skip = pick.choice([0, 0, count // 2])
         segment = [0] * SEGMENT_WIDTH
@@ -58,7 +58,6 @@ def segments_of(pick, **more):
             skip,
         )
         segment[SegmentWord.DESTINATION], segment[SegmentWord.WIDTH] = destination, width
-        segment[SegmentWord.SLOT] = slot
         for column in Column:
             segment[column.word] = pick.randint(column.neutral, 9)
         segments.append(segment)
@@ -92,40 +91,6 @@ def test_what_is_consecutive_counts_up_and_what_does_nothing_does_not():
     plan = torch.full((PLAN_ROWS, 8), -7, dtype=torch.int32)
     row_plan.reference(segments, plan, Column.PATCH.flag)
     assert plan[Column.PATCH.plan_row].tolist() == [5, 6, 7, -1, -1, -7, -7, -7]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_row_plan_of_sequences_whose_starts_only_the_device_knows(seed):
-    """Each sequence is steered from position 40 on and patched before; the host counts on tokens
-    that may have been refused."""
-    pick = random.Random(seed)
-    starts = torch.tensor([pick.randint(20, 60) for _ in range(6)], dtype=torch.int32)
-    segments = segments_of(pick)
-    segments[:, SegmentWord.SKIP] = 0
-    before, after = segments.clone(), segments
-    before[:, [SegmentWord.FIRST, SegmentWord.LIMIT]] = torch.tensor([0, 40], dtype=torch.int32)
-    after[:, [SegmentWord.FIRST, SegmentWord.LIMIT]] = torch.tensor(
-        [40, 2**31 - 1], dtype=torch.int32
-    )
-    before[:, Column.STEER.word], after[:, Column.STEER.word] = -1, 3
-    before[:, Column.PATCH.word], after[:, Column.PATCH.word] = 10, -1
-    both = torch.cat([before, after])
-    used = Column.STEER.flag | Column.PATCH.flag
-    expected = torch.full((PLAN_ROWS, 5000), -7, dtype=torch.int32)
-    plan = expected.to(DEVICE, copy=True)
-    row_plan.launch(both.to(DEVICE), plan, used, starts.to(DEVICE))
-    row_plan.reference(both, expected, used, starts)
-    assert torch.equal(plan.cpu(), expected)
-    for segment in segments:
-        row, count, start = (*segment[[SegmentWord.ROW, SegmentWord.COUNT]].tolist(), 0)
-        start = int(starts[segment[SegmentWord.SLOT]])
-        steered, patched = expected[
-            [Column.STEER.plan_row, Column.PATCH.plan_row], row : row + count
-        ]
-        positions = torch.arange(start, start + count)
-        assert steered.tolist() == torch.where(positions < 40, -1, 3).tolist()
-        first = torch.where(positions < 40, 10 + positions - start, -1)
-        assert patched.tolist() == first.tolist()
 
 
 def test_token_choice():

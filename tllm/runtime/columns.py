@@ -117,13 +117,6 @@ class SegmentWord(IntEnum):
     """Ring row of the first captured token."""
     WIDTH = 4
     """Ring rows a token takes; 0 captures nothing."""
-    SLOT = 5
-    """This word and the next two are read only where starts come from the device: which sequence.
-    `ROW` and `COUNT` then are all rows of it in this step."""
-    FIRST = 6
-    """First of the positions that the segment is for."""
-    LIMIT = 7
-    """The position after the last of them."""
 
 
 _FIRST_WORD = len(SegmentWord)

@@ -19,9 +19,6 @@ if HAS_TRITON:
     SKIP = tl.constexpr(int(SegmentWord.SKIP))
     FIRST_RING_ROW = tl.constexpr(int(SegmentWord.DESTINATION))
     WIDTH = tl.constexpr(int(SegmentWord.WIDTH))
-    SLOT = tl.constexpr(int(SegmentWord.SLOT))
-    FIRST = tl.constexpr(int(SegmentWord.FIRST))
-    LIMIT = tl.constexpr(int(SegmentWord.LIMIT))
     COLUMNS = tl.constexpr(len(Column))
     PROGRAM_FLAG = tl.constexpr(Column.PROGRAM.flag)
     COUNTING_UP = tl.constexpr(CONSECUTIVE)
@@ -31,29 +28,16 @@ if HAS_TRITON:
 
     @RepeatedLaunch
     @triton.jit(do_not_specialize=["plan_stride", "used"])
-    def _row_plan_kernel(
-        segments_ptr,
-        starts_ptr,
-        plan_ptr,
-        plan_stride,
-        used,
-        HAS_STARTS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+    def _row_plan_kernel(segments_ptr, plan_ptr, plan_stride, used, BLOCK: tl.constexpr):
         segment = segments_ptr + tl.program_id(0) * WIDTH_OF_SEGMENT
         row = tl.load(segment + ROW)
         count = tl.load(segment + COUNT)
         skip = tl.load(segment + SKIP)
         destination = tl.load(segment + FIRST_RING_ROW)
         width = tl.load(segment + WIDTH)
-        before = 0  # of the segment's rows, those before its first position
-        if HAS_STARTS:
-            start = tl.load(starts_ptr + tl.load(segment + SLOT))
-            before = tl.maximum(tl.load(segment + FIRST) - start, 0)
-            count = tl.minimum(tl.load(segment + LIMIT) - start, count)
         for begin in range(0, count, BLOCK):
             j = begin + tl.arange(0, BLOCK)
-            mask = (j >= before) & (j < count)
+            mask = j < count
             at = plan_ptr + row + j
             if (used & PROGRAM_FLAG) != 0:
                 captured = (j >= skip) & (width > 0)
@@ -63,49 +47,27 @@ if HAS_TRITON:
                 if ((used >> column) & 1) != 0:
                     value = tl.zeros_like(j) + tl.load(segment + FIRST_WORD + column)
                     if (COUNTING_UP >> column) & 1:
-                        value += tl.where(value < 0, 0, j - before)
+                        value += tl.where(value < 0, 0, j)
                     tl.store(at + (FIRST_PLAN_ROW + column) * plan_stride, value, mask=mask)
 
 
-def launch(
-    segments: torch.Tensor, plan: torch.Tensor, used: int, starts: torch.Tensor | None = None
-) -> None:
+def launch(segments: torch.Tensor, plan: torch.Tensor, used: int) -> None:
     """Fill the rows of the plan that columns use.
 
     Args:
         segments: int32 `[n, SEGMENT_WIDTH]`.
         plan: int32 `[PLAN_ROWS, max_tokens]`.
         used: the columns whose rows are written, as a set of `Column.flag`s.
-        starts: int32 `[slots]` on the device, position of the first token that each sequence
-            computes, where the host does not know it (it may count on drafted tokens that were
-            refused). A segment then says which rows of the batch its sequence has, and is for
-            those of them that lie at positions from `FIRST` to before `LIMIT`.
     """
-    _row_plan_kernel[(segments.shape[0],)](
-        segments,
-        segments if starts is None else starts,
-        plan,
-        plan.stride(0),
-        used,
-        HAS_STARTS=starts is not None,
-        BLOCK=256,
-    )
+    _row_plan_kernel[(segments.shape[0],)](segments, plan, plan.stride(0), used, BLOCK=256)
 
 
-def reference(
-    segments: torch.Tensor, plan: torch.Tensor, used: int, starts: torch.Tensor | None = None
-) -> None:
+def reference(segments: torch.Tensor, plan: torch.Tensor, used: int) -> None:
     """The kernel in PyTorch."""
     counts = segments[:, SegmentWord.COUNT].long()
     each = torch.repeat_interleave(torch.arange(len(segments)), counts)
     j = torch.arange(len(each)) - (torch.cumsum(counts, 0) - counts)[each]
     of = segments[each].long()
-    before = torch.zeros_like(j)
-    if starts is not None:
-        start = starts[of[:, SegmentWord.SLOT]].long()
-        before = (of[:, SegmentWord.FIRST] - start).clamp(min=0)
-        inside = (j >= before) & (start + j < of[:, SegmentWord.LIMIT])
-        of, j, before = of[inside], j[inside], before[inside]
     rows = of[:, SegmentWord.ROW] + j
     if used & Column.PROGRAM.flag:
         skip, width = of[:, SegmentWord.SKIP], of[:, SegmentWord.WIDTH]
@@ -116,5 +78,5 @@ def reference(
         if used & column.flag:
             value = of[:, column.word]
             if column.consecutive:
-                value = torch.where(value < 0, value, value + j - before)
+                value = torch.where(value < 0, value, value + j)
             plan[column.plan_row, rows] = value.int()
