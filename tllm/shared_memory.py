@@ -19,7 +19,6 @@ import mmap
 import os
 import re
 import tempfile
-import time
 import uuid
 import weakref
 from functools import cache
@@ -43,12 +42,6 @@ WORTHWHILE = 1 << 20
 """Bytes from which on sharing costs less than copying."""
 
 NAME = re.compile(r"tllm-(\d+)-(\d+)-(\d+)-[0-9a-f]{32}(-[0-9a-f]{32})?")
-
-_NAME_BEFORE_OWNERS = re.compile(r"tllm-[0-9a-f]{32}(-[0-9a-f]{32})?")
-"""Names that tell no owner; earlier versions gave them."""
-
-_OLD_S = 86_400.0
-"""Age from which on a file that tells no owner is taken for left behind."""
 
 _MADV_POPULATE_WRITE = 23
 """Of Linux, from 5.14 on."""
@@ -189,8 +182,7 @@ def sweep() -> int:
     own_namespace = _namespace()
     for path in FOLDER.glob("tllm-*"):
         try:
-            found = path.stat()
-            if found.st_uid != os.geteuid() or not _is_left(path.name, found, own_namespace):
+            if path.stat().st_uid != os.geteuid() or not _is_left(path.name, own_namespace):
                 continue
             path.unlink()
         except OSError:  # it has gone, or is not ours to remove
@@ -230,11 +222,10 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
-def _is_left(name: str, found: os.stat_result, own_namespace: int) -> bool:
+def _is_left(name: str, own_namespace: int) -> bool:
     told = NAME.fullmatch(name)
     if told is None:
-        no_owner = _NAME_BEFORE_OWNERS.fullmatch(name) is not None
-        return no_owner and time.time() - found.st_mtime > _OLD_S
+        return False
     namespace, pid, start = map(int, told.group(1, 2, 3))
     return bool(own_namespace) and namespace == own_namespace and start_time(pid) != start
 
