@@ -278,7 +278,6 @@ class SharedRows:
         """
         self._segment = SharedFile(path)
         self.path = path
-        self.width = width
         try:
             raw = self._segment.map()
         except OSError as error:

@@ -109,7 +109,6 @@ class DistillerBank:
         ops: ModuleType = reference,
         recorder: Recorder | None = None,
     ) -> None:
-        self.layout = layout
         self.device = device
         self._launches = Launches(ops, adamw, predicted_norm, trained_norm)
         self._initial = layout.initial(seed).to(device)
