@@ -73,7 +73,7 @@ def rows_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
         for row, place in zip(source, target, strict=True):
             place.copy_(row, non_blocking=True)
         return
-    width = source[0].numel() * source.element_size()
+    width = source[0].nbytes
     status = library.cudaMemcpy2DAsync(
         ctypes.c_void_p(target.data_ptr()),
         ctypes.c_size_t(target.stride(0) * target.element_size()),

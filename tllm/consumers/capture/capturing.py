@@ -214,7 +214,7 @@ class Capturing(Consumer):
         if dtype != "model":
             rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
-        self._captured_bytes += rows.numel() * rows.element_size()
+        self._captured_bytes += rows.nbytes
         kind = bundle.label, places
         parts = () if self._landing is None else self._landing.parts(kind, meta, rows)
         for part in parts:

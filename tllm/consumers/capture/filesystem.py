@@ -266,9 +266,7 @@ class FilesystemConsumer(Capturing):
         finally:
             if channel == "rows":
                 with self._room:
-                    self._waiting_bytes -= sum(
-                        tensor.numel() * tensor.element_size() for tensor in tensors.values()
-                    )
+                    self._waiting_bytes -= sum(tensor.nbytes for tensor in tensors.values())
                     self._room.notify_all()
 
     def conclude(self, ending: Ending, activations: Activations) -> None:
