@@ -271,7 +271,9 @@ class BoundConsumer:
         return found
 
     def forget(self, slot: int) -> None:
-        """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
+        """What was said of a slot's sequence, and what it asked, is no longer true: it has changed,
+        or is gone."""
+        self.asked.pop(slot, None)
         self._places.clear()
         self.forget_all((slot,))
 

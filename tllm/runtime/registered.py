@@ -223,7 +223,6 @@ class RegisteredConsumers:
         sequence.errors[owner.id] = error
         sequence.refused.add(owner.id)
         owner.forget(sequence.info.slot)
-        owner.asked.pop(sequence.info.slot, None)
         self.forget_writes(sequence.info.slot, owner)
         self._assignments.assign(sequence)
 

@@ -124,7 +124,6 @@ class Results:
                     if result is not None:
                         results[owner.id] = result
             owner.forget(sequence.info.slot)
-            owner.asked.pop(sequence.info.slot, None)
         for name, error in list(sequence.errors.items()):  # export threads may add to it
             log = sequence.controlled and sequence.controlled.log(name)
             results[name] = RequestResult(log, "error", error)

@@ -181,7 +181,6 @@ class RunningSequences:
         sequence.consumers = consumers
         for owner in owners:
             owner.forget(slot)
-            owner.asked.pop(slot, None)
             self._consumers.ask(sequence, owner)
             if owner in served and not owner.serves(sequence):
                 self._consumers.forget_writes(slot, owner)
