@@ -88,6 +88,18 @@ class RowsRead:
         return cls(wire["name"], Selection.from_wire(wire["positions"]), wire["once"])
 
 
+_FLAGS = "wants_tokens", "acted", "isolated", "guided", "streamed"
+"""Fields of a `RequestSpec` that are off by default."""
+
+_OF_PARTS: Mapping[str, type[RowsRead | GroupUse | PatchUse]] = {
+    "reads": RowsRead,
+    "steering_rows": RowsRead,
+    "steering": GroupUse,
+    "patch": PatchUse,
+}
+"""Those that are several of one kind, each as plain data."""
+
+
 @dataclass(frozen=True)
 class RequestSpec:
     """Plain data only: it crosses process boundaries as msgpack.
@@ -148,30 +160,17 @@ class RequestSpec:
         wire: dict[str, Any] = {"request_id": self.request_id, "prompt_id": self.prompt_id}
         if self.num_samples != 1:
             wire["num_samples"] = self.num_samples
-        if self.consumers:
-            wire["consumers"] = dict(self.consumers)
-        if self.registrations:
-            wire["registrations"] = dict(self.registrations)
-        if self.reads:
-            wire["reads"] = [read.to_wire() for read in self.reads]
-        if self.wants_tokens:
-            wire["wants_tokens"] = True
-        if self.acted:
-            wire["acted"] = True
-        if self.steering_rows:
-            wire["steering_rows"] = [read.to_wire() for read in self.steering_rows]
-        if self.isolated:
-            wire["isolated"] = True
-        if self.guided:
-            wire["guided"] = True
         if self.generated:
             wire["generated"] = self.generated
-        if self.streamed:
-            wire["streamed"] = True
-        if self.steering:
-            wire["steering"] = [use.to_wire() for use in self.steering]
-        if self.patch:
-            wire["patch"] = [use.to_wire() for use in self.patch]
+        for name in _FLAGS:
+            if getattr(self, name):
+                wire[name] = True
+        for name in ("consumers", "registrations"):
+            if by_id := getattr(self, name):
+                wire[name] = dict(by_id)
+        for name in _OF_PARTS:
+            if parts := getattr(self, name):
+                wire[name] = [part.to_wire() for part in parts]
         for name, ends in (("stops", self.stops), ("aborts", self.aborts)):
             if ends:
                 wire[name] = [list(end) for end in ends]
@@ -184,16 +183,12 @@ class RequestSpec:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RequestSpec:
         asked = dict(wire)
-        if "steering" in asked:
-            asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
-        if "patch" in asked:
-            asked["patch"] = tuple(map(PatchUse.from_wire, asked["patch"]))
+        for name, kind in _OF_PARTS.items():
+            if name in asked:
+                asked[name] = tuple(map(kind.from_wire, asked[name]))
         for name in ("stops", "aborts"):
             if name in asked:
                 asked[name] = tuple((number, reason) for number, reason in asked[name])
-        for name in ("reads", "steering_rows"):
-            if name in asked:
-                asked[name] = tuple(map(RowsRead.from_wire, asked[name]))
         if "conversation" in asked:
             asked["conversation"] = ConversationUse.from_wire(asked["conversation"])
         if asked.get("media") is not None:
