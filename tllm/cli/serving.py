@@ -27,7 +27,7 @@ from tllm.registry import consumer_from_spec
 from tllm.server.fields import is_sendable
 from tllm.server.limits import read_limits
 from tllm.server.settings import VARIABLE, ServerSettings
-from tllm.spec.reading import check_name
+from tllm.spec.reading import check_name, said_of
 from tllm.steering import load
 
 _PLUGINS = "VLLM_PLUGINS"
@@ -193,10 +193,8 @@ def modules_of(given: Sequence[str]) -> dict[str, str]:
         name, equals, path = each.partition("=")
         if not equals or not name or not path:
             raise ValueError(f"--steering-module {each!r}: give name=path")
-        try:
+        with said_of(f"--steering-module {each!r}"):
             check_name(name, "module")
-        except ValueError as error:
-            raise ValueError(f"--steering-module {each!r}: {error}") from None
         if name in found:
             raise ValueError(f"--steering-module {each!r}: {name!r} was given before; give it once")
         found[name] = str(Path(path).resolve())

@@ -25,7 +25,7 @@ from tllm.spec.groups import (
 from tllm.spec.memory import NOTHING
 from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import check_name, registered_names
+from tllm.spec.reading import check_name, registered_names, said_of
 from tllm.spec.selection import Selection
 from tllm.spec.stretches import most_configurations
 from tllm.spec.tiers import OTHER_LAYERS, TIER_FIELDS, SteeringEntry, Tiers
@@ -361,10 +361,8 @@ def _check_own_conditions(own: Tiers, endings: Endings, others: Sequence[Tiers])
     each += [(stop.field, Tiers(), Endings(stop=(stop,))) for stop in endings.stop]
     each += [(abort.field, Tiers(), Endings(abort=(abort,))) for abort in endings.abort]
     for field, tiers, ending in each:
-        try:
+        with said_of(field):
             _check_gates(gates_of(compose([*others, tiers], ending)).values(), _WITH_GLOBAL)
-        except ValueError as error:
-            raise ValueError(f"{field}: {error}") from None
 
 
 def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:

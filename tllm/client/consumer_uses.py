@@ -17,7 +17,7 @@ from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import require_bool
+from tllm.spec.reading import require_bool, said_of
 from tllm.spec.request import Asked
 
 _MAX_PLACED = 4096
@@ -127,10 +127,8 @@ class ConsumerUses:
         if not flow.places or flow.kind in self._placed:
             return
         for site, layer in flow.places:
-            try:
+            with said_of(field):
                 self._registered.facts.points.check(HookPoint(site), layer)
-            except ValueError as error:
-                raise ValueError(f"{field}: {error}") from None
         if len(self._placed) >= _MAX_PLACED:
             self._placed.clear()
         self._placed.add(flow.kind)

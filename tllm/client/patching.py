@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from tllm.client.facts import Facts
 from tllm.consumers.patch_runs import FOR_RUNS_ALONE
 from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
-from tllm.spec.reading import FloatArray
+from tllm.spec.reading import FloatArray, said_of
 
 _NUMBER_BYTES = 4
 """Of a number of a row on its way."""
@@ -69,10 +69,8 @@ class PatchComposer:
     def _use(self, patch: Patch) -> PatchUse:
         facts, source, name = self.facts, patch.source, patch.name
         assert facts is not None
-        try:
+        with said_of(name):
             facts.points.check(patch.point, patch.layer)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
         layer = None if patch.layer is None else patch.layer % facts.points.num_layers
         if patch.mask is not None and max(patch.mask) >= facts.hidden_size:
             raise ValueError(

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tllm.ports import Place
 from tllm.spec.hooks import TRANSFORMER_LENS, HookPoint
 from tllm.spec.probes import FeatureProbe
-from tllm.spec.reading import json_mapping, require_one_of
+from tllm.spec.reading import json_mapping, require_one_of, said_of
 
 Architecture = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -135,10 +135,8 @@ class SparseAutoencoder:
                 f"path={str(folder)!r} is no folder of SAELens; give one with cfg.json and "
                 "sae_weights.safetensors"
             )
-        try:
+        with said_of(f"path={str(folder)!r}"):
             return AutoencoderConfig.parse(json_mapping(file.read_bytes(), "cfg.json"))
-        except ValueError as error:
-            raise ValueError(f"path={str(folder)!r}: {error}") from None
 
     @classmethod
     def load(cls, folder: Path, feature: int | None = None) -> SparseAutoencoder:

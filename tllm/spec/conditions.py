@@ -14,7 +14,7 @@ import numpy as np
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, Memory
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import FloatArray, digest_of, registered_names
+from tllm.spec.reading import FloatArray, digest_of, registered_names, said_of
 
 PROBE = "probe:"
 """What the digest of a probe's vector begins with, among those of steering vectors."""
@@ -85,10 +85,8 @@ class ProbeCondition:
 
     def found(self, known: Known) -> Condition:
         """The condition with its layer counted from 0. `ValueError` for a point without a tap."""
-        try:
+        with said_of(f"{self.field}['probe']"):
             known.points.check(self.point, self.layer)
-        except ValueError as error:
-            raise ValueError(f"{self.field}['probe']: {error}") from None
         if self.layer is None or self.layer >= 0:
             return self
         return replace(self, layer=self.layer % known.points.num_layers)
@@ -219,10 +217,8 @@ class FeatureCondition(_UnknownCondition):
 
     def found(self, known: Known) -> Condition:
         """The feature as a probe, where the autoencoder reads."""
-        try:
+        with said_of(f"{self.field}['probe']"):
             probe = known.feature(self.sae, self.feature)
-        except ValueError as error:
-            raise ValueError(f"{self.field}['probe']: {error}") from None
         return ProbeCondition(
             self.field,
             self.name,

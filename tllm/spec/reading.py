@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +35,15 @@ text."""
 def digest_of(content: bytes | memoryview) -> str:
     """What stands for a content."""
     return hashlib.sha256(content).hexdigest()[:32]
+
+
+@contextmanager
+def said_of(name: str) -> Iterator[None]:
+    """What a `ValueError` says that is raised in here begins with what it is said of."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -129,10 +139,8 @@ def one_or_several(given: Any) -> list[Any]:
 
 def hook_named(hook: Any, name: str) -> HookPoint:
     """The hook point of a name."""
-    try:
+    with said_of(name):
         return HookPoint.parse(hook)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def check_64_bits(number: int, name: str, instead: str = "a smaller one") -> None:

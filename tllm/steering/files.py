@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
-from tllm.spec.reading import hook_named, scalar
+from tllm.spec.reading import hook_named, said_of, scalar
 from tllm.steering.formats import gguf, reft, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
@@ -93,7 +92,7 @@ def load(
             found, what is allowed and how to fix it.
     """
     source = f"repeng {path.model_type}" if isinstance(path, ControlVector) else str(path)
-    with _said_of(source):
+    with said_of(source):  # the readers speak of "it"
         wanted = None if layers is None else _wanted(layers)
         point = None if hook is None else hook_named(hook, "hook")
         read = _read(path, point, wanted, normalize, features)
@@ -107,15 +106,6 @@ def load(
     if normalize and features is None:
         module = _normalized(module)
     return module.scaled(scalar(scale, "scale"))
-
-
-@contextmanager
-def _said_of(source: str) -> Iterator[None]:
-    """The readers speak of "it"; what it is, is said once, here."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
 
 
 def _read(

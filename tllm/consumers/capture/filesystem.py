@@ -26,7 +26,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.spec.capture import OPTIONS, CaptureSpec
-from tllm.spec.reading import allow_options, require_one_of, whole_number
+from tllm.spec.reading import allow_options, require_one_of, said_of, whole_number
 from tllm.stores import (
     Layout,
     Published,
@@ -177,10 +177,8 @@ class FilesystemConsumer(Capturing):
                 given = options[field_name]
                 if not isinstance(given, str):
                     raise ValueError(f"{name}[{field_name!r}]={given!r} is not text")
-                try:
+                with said_of(f"{name}[{field_name!r}]"):
                     checked_text(field_name, given)
-                except ValueError as error:
-                    raise ValueError(f"{name}[{field_name!r}]: {error}") from None
         if "layout" in options:
             require_one_of(f"{name}['layout']", options["layout"], Layout)
         metadata = options.get("metadata", {})

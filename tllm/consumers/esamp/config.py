@@ -13,6 +13,7 @@ from tllm.spec.reading import (
     hook_named,
     require_bool,
     require_one_of,
+    said_of,
     scalar,
     whole_number,
 )
@@ -163,10 +164,8 @@ class RequestOptions:
         """Check the options of one request; `ValueError` names the field at fault."""
         allow_options(options, [field.name for field in fields(cls)], "consumers['esamp']")
         parsed = cls(**options)
-        try:
+        with said_of("consumers['esamp']"):
             parsed._check()
-        except ValueError as error:
-            raise ValueError(f"consumers['esamp']: {error}") from None
         return parsed
 
     def _check(self) -> None:

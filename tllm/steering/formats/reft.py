@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import float_array, json_mapping
+from tllm.spec.reading import float_array, json_mapping, said_of
 
 _NAME = re.compile(
     r"intkey_(?:layer[._](?P<layer>\d+)[._])?(?:repr|comp)[._](?P<component>.+)"
@@ -62,10 +62,8 @@ def load_reft(
             says what was found and what is read.
     """
     path = Path(folder)
-    try:
+    with said_of(str(path)):
         return _read(path, strength, positions)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def is_folder(path: Path) -> bool:
