@@ -45,6 +45,11 @@ def test_ls_lists_records_and_says_how_many(root: Path) -> None:
     assert "pending" not in text
 
 
+def test_no_columns_are_no_width(root: Path) -> None:
+    """As in the environment of a program that has no terminal: nothing was printed at all."""
+    assert tllm("ls", root, columns="0") == tllm("ls", root, columns=None)
+
+
 def test_ls_tells_of_records_whose_end_is_not_there(root: Path) -> None:
     with StoreWriter(root, writer_id="first") as writer:
         half = record_of("half")

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from closed_output import nobody_reads
 from PIL import Image
 from rich.console import Console
 
+from tllm.cli import sweep as sweeping
 from tllm.cli.sweep import draw, read_pairs, render, write
 from tllm.patching import Sweep
 
@@ -108,6 +110,21 @@ def test_the_first_of_pairs_of_different_length_is_drawn_and_the_user_told(tmp_p
     assert "heatmap: of pair 0 alone, since the pairs have different" in text.getvalue()
     sweep.heatmap(tmp_path / "first.png", pair=0, labels=["0 a", "1 b", ""])
     assert (tmp_path / "rows.png").read_bytes() == (tmp_path / "first.png").read_bytes()
+
+
+def test_what_is_to_be_written_is_there_though_nobody_reads_what_is_printed(
+    invoke, monkeypatch, tmp_path
+):
+    """As with `| head`: the rows of minutes of work were lost."""
+    ends, values = np.zeros(1, np.float32), np.full((1, 1, 1, 1), 0.5, np.float32)
+    shape = ("mlp_out",), (3,), (0,), {"kl": values}, {"kl": ends}, {"kl": ends}, ((7,),), False, 1
+    sweep = Sweep(*shape, noise_floor={"kl": 0.0}, measured=np.ones_like(values, np.bool_))
+    monkeypatch.setattr(sweeping, "run", lambda *given: (sweep, [["a"]]))
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
+    with nobody_reads():
+        invoke("sweep", "demo", *KL, "--out", str(out), "--heatmap", str(picture))
+    assert json.loads(out.read_text())["kl"] == 0.5
+    assert picture.exists()
 
 
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):

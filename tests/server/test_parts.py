@@ -200,10 +200,20 @@ def test_a_result_that_cannot_be_kept_says_why(tmp_path):
     rows = {"large": torch.zeros(2**18 + 1), "gone": torch.zeros(2**16)}
     given = {name: ConsumerResult("ok", None, {"rows": each}) for name, each in rows.items()}
     files.folder.rmdir()
+    files.folder.touch()
     told = as_json(given, files, inline_bytes=100)
     assert [each["status"] for each in told.values()] == ["error", "error"]
     assert "1.0 MiB, and results that are fetched" in told["large"]["error"]
     assert f"{files.folder} does not take it" in told["gone"]["error"]
+
+
+def test_a_result_is_kept_though_somebody_cleaned_up_the_folder(tmp_path):
+    """As systemd does in /tmp, where a server's folder is unless told."""
+    files = CaptureFiles(tmp_path / "there", seconds=100.0, mib=1)
+    files.folder.rmdir()
+    name, _ = files.put({"x": torch.zeros(10)})
+    assert files.find(name) is not None
+    assert files.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_result_as_large_as_all_may_be_is_kept(tmp_path):

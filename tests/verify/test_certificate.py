@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from closed_output import nobody_reads
 from rich.console import Console
 from transformers import LlamaConfig
 
 from tllm.cli.verify import engine_options, render
 from tllm.ports import Phase
+from tllm.verify import job as verify_job
 from tllm.verify.batches import Ask
 from tllm.verify.certificate import Certificate, row_errors
 from tllm.verify.comparison import Comparison
@@ -179,6 +181,18 @@ def test_the_command_finds_a_model_that_is_computed_otherwise(
     assert found["differences"][0]["where"] == "post_block"
     assert found["differences"][0]["layer"] == 0
     assert "differs: post_block of layer 0: mixed request 0, sample 0, position" in report
+
+
+def test_the_certificate_is_written_though_nobody_reads_what_is_printed(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = ("architecture", "tllm", "vllm", "runner", "dtype", "device", "num_layers")
+    certificate = Certificate("tiny", "transformers", dict.fromkeys(said, "1"), unchecked=["rows"])
+    monkeypatch.setattr(verify_job, "run", lambda *given: certificate)
+    path = tmp_path / "certificate.json"
+    with nobody_reads():
+        invoke("verify", "tiny", "--json", str(path))
+    assert json.loads(path.read_text())["verdict"] == "incomplete"
 
 
 def test_a_file_that_could_not_be_written_is_refused_before_the_work(

@@ -219,9 +219,9 @@ def verify_command(
     except Exception as error:  # of whatever kind: a status of 1 would say that something differs
         here = missing_here(model, error)
         _refuse(error, f"[red]not verified{here}:[/red] {{}}")
-    verifying.render(certificate, console)
-    if json_file is not None:
+    if json_file is not None:  # before it is printed: nobody may read that to its end
         json_file.write_text(certificate.to_json(), encoding="utf-8")
+    verifying.render(certificate, console)
     raise typer.Exit(certificate.exit_status)
 
 
@@ -373,11 +373,11 @@ def sweep_command(
         }
         engine = values.engine_arguments(engine_arg)
         found, texts = sweeping.run(model, engine, asked, console)
-        sweeping.render(found, texts, top, console)
-        if out is not None:
+        if out is not None:  # before it is printed: nobody may read that to its end
             sweeping.write(found, texts, out)
         if heatmap is not None:
             sweeping.draw(found, texts, heatmap, console)
+        sweeping.render(found, texts, top, console)
     except Exception as error:  # of whatever kind, also an engine's
         _refuse(error)
 

@@ -13,6 +13,7 @@ _UNBROKEN = 10_000
 def output_console(*, stderr: bool = False) -> Console:
     """A console. Lines are broken for a terminal alone, or where COLUMNS says how long they are."""
     console = Console(stderr=stderr)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    columns = os.environ.get("COLUMNS", "")
+    if not console.is_terminal and not (columns.isdigit() and int(columns)):
         console.width = _UNBROKEN
     return console

@@ -144,14 +144,14 @@ def draw(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path, console: Cons
     """Draw the heatmap: of all pairs, or of the first one where positions of pairs of different
     length have no mean. The tokens are under the positions where it is of one pair."""
     pair = None if sweep.comparable else 0
-    if pair is not None:
-        console.print(
-            "heatmap: of pair 0 alone, since the pairs have different numbers of tokens, and their "
-            "positions no mean; --positions that count from the end, such as -2,-1, have one"
-        )
     labels = None
     if (len(texts) == 1 or pair is not None) and not sweep.together:
         tokens = texts[0]
         there = range(-len(tokens), len(tokens))
         labels = [f"{each} {tokens[each]}" if each in there else "" for each in sweep.positions]
     sweep.heatmap(path, pair=pair, labels=labels)
+    if pair is not None:
+        console.print(
+            "heatmap: of pair 0 alone, since the pairs have different numbers of tokens, and their "
+            "positions no mean; --positions that count from the end, such as -2,-1, have one"
+        )

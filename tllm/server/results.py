@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class CaptureFiles:
         self.folder = folder
         self._seconds = seconds
         self._bytes = mib * 2**20
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
         """Keep tensors; their id, and when they expire (seconds since the epoch).
@@ -57,10 +58,12 @@ class CaptureFiles:
         # Copies: arrays of one result may be one, such as the positions of several layers.
         copies = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
         try:
+            self._make_folder()  # where somebody has cleaned up
             save_file(copies, partial)
             partial.rename(self._path(name))
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise NotKeptError(f"{self.folder} does not take it: {error}") from error
         self.sweep(kept=name)
         return name, time.time() + self._seconds
@@ -92,6 +95,9 @@ class CaptureFiles:
             if path.stem != kept:
                 path.unlink(missing_ok=True)
                 total -= size
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
