@@ -76,3 +76,27 @@ def test_a_condition_beside_tokens_that_nobody_knows_is_refused(embedding):
             llm.generate([{"prompt_embeds": embeddings}], params)
         [told] = llm.generate([{"prompt_embeds": embeddings}], greedy(3, **{name: ends}))
         assert told.outputs[0].stop_reason == "always"
+
+
+@pytest.mark.parametrize("placeholder", [0, PROMPT[1]])
+def test_embeddings_among_tokens_are_no_tokens(embedding, placeholder):
+    """What stands among the tokens of a prompt in the place of an embedding was found there."""
+    llm, embeddings = embedding
+    told = [place % 3 != 0 for place in range(len(PROMPT))]
+    ids = [token if is_told else placeholder for token, is_told in zip(PROMPT, told, strict=True)]
+    mixed = {
+        "prompt_embeds": embeddings,
+        "prompt_token_ids": ids,
+        "prompt_is_token_ids": told,
+    }
+    wanted = [placeholder, PROMPT[4]]
+    places = [i for i, token in enumerate(PROMPT) if told[i] and token in wanted]
+    params = asked({"phase": "prompt", "token_ids": wanted})
+    [given] = llm.generate([mixed], params, use_tqdm=False)
+    assert given.activations["post_block"][2].positions.tolist() == places
+    by_token = asked(steered={"phase": "prompt", "token_ids": wanted})
+    [found] = llm.generate([mixed], by_token, use_tqdm=False)
+    [expected] = generate(llm, [PROMPT], asked(steered=places))
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    rows, known = (each.activations["post_block"][2].tensor for each in (found, expected))
+    assert torch.allclose(rows, known, rtol=1e-4, atol=1e-3)

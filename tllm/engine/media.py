@@ -1,4 +1,5 @@
-"""Where the images, videos and sounds of a prompt stand, as vLLM knows it."""
+"""Where the images, videos and sounds of a prompt stand, as vLLM knows it, and which of its tokens
+are tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ uses(
     "a token of an image may see those after it, which its block's key then holds",
 )
 uses("vllm.v1.engine.EngineCoreRequest", "mm_features", _IMAGE)
+_EMBEDDED = "what stands among tokens in the place of an embedding is none of them"
+uses("vllm.v1.request.Request", "prompt_is_token_ids", _EMBEDDED, since="0.32")
+uses("vllm.v1.core.sched.output.NewRequestData", "prompt_is_token_ids", _EMBEDDED, since="0.32")
 
 
 def media_of_request(request: Any) -> PromptMedia:
@@ -25,6 +29,20 @@ def media_of_request(request: Any) -> PromptMedia:
         request: vLLM's `EngineCoreRequest`.
     """
     return _media((each.modality, each.mm_position) for each in request.mm_features or ())
+
+
+def tokens_of(request: Any) -> list[int] | None:
+    """The tokens of a prompt, with -1 for each embedding that was given among them; None for a
+    prompt of embeddings alone.
+
+    Args:
+        request: vLLM's `Request`, or its `NewRequestData`.
+    """
+    tokens: list[int] | None = request.prompt_token_ids
+    told = getattr(request, "prompt_is_token_ids", None)
+    if tokens is None or told is None:
+        return tokens
+    return [token if is_told else -1 for token, is_told in zip(tokens, told, strict=True)]
 
 
 def seen_whole(features: Iterable[Any], model_config: Any) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
 from tllm.engine.conversation_memory import ConversationMemory
-from tllm.engine.media import seen_whole
+from tllm.engine.media import seen_whole, tokens_of
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
 from tllm.engine.turns import Turns
@@ -138,7 +138,7 @@ class _Rules(_Base):
         if spec.conversation is not None:
             spec = self._tllm_conversations.begin(request, spec)
         prompt_len = request.num_prompt_tokens - spec.generated
-        prompt = prompt_len, request.prompt_token_ids or ()
+        prompt = prompt_len, tokens_of(request) or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
         changed, history = stretches, ""
         if spec.stops or spec.aborts or spec.acted:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from tllm.engine import limits, model_view
 from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
+from tllm.engine.media import tokens_of
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.runner_v1 import V1Attachment
@@ -384,7 +385,7 @@ class InterventionWorker(_Base):
         for new, spec in begin:
             self.session.sequences.start(
                 new.req_id,
-                new.prompt_token_ids,
+                tokens_of(new),
                 _prompt_len(new) - spec.generated,
                 spec,
                 spec.sample_index(new.req_id),
