@@ -329,8 +329,8 @@ def test_batches_that_take_turns_find_their_rows_in_a_ring_that_has_grown():
             goes_on.wait()
 
     engine = Engine(layers=2, stages=2, most_rows=128)
-    engine.session.register(Reading())
-    engine.session.register(Slow("background"))
+    engine.session.consumers.register(Reading())
+    engine.session.consumers.register(Slow("background"))
     before = engine.session._ring.capacity
     for name in "abcd":
         engine.start(name)
