@@ -152,6 +152,9 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert files.find(second) is not None
     assert expires > time.time() + 90
     assert len(list(tmp_path.iterdir())) == 1
+    os.utime(files.find(second), (time.time() - 200, time.time() - 200))
+    CaptureFiles(tmp_path, seconds=100.0, mib=1)  # a server that is started again
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_result_that_is_gone_may_have_made_room(tmp_path):

@@ -41,6 +41,7 @@ class CaptureFiles:
         self._seconds = seconds
         self._bytes = mib * 2**20
         self._make_folder()
+        self.sweep()  # what a server before left
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
         """Keep tensors; their id, and when they expire (seconds since the epoch).
