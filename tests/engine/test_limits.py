@@ -16,6 +16,7 @@ from tllm import LLM, AsyncLLM
 from tllm.client import llm
 from tllm.engine import limits
 from tllm.engine.drafts import check_drafter
+from tllm.engine.runner_v2 import V2Attachment
 from tllm.engine.worker_cpu import InterventionCPUWorker
 from tllm.models.sites import ModelSites, Site
 from tllm.runtime.taps import Taps
@@ -115,6 +116,10 @@ def _ubatches(config: Any) -> None:
     config.parallel_config.ubatch_size = 4
 
 
+def _sharded_sampling(config: Any) -> None:
+    config.parallel_config.enable_batch_sharded_sampling = True
+
+
 def _launched(config: Any) -> None:
     parallel = config.parallel_config
     parallel.distributed_executor_backend = "external_launcher"
@@ -153,6 +158,7 @@ def _split_experts(config: Any) -> None:
         (_decodes_by_diffusion, "a diffusion language model", "leave out diffusion_config"),
         (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
         (_split_experts, "experts on several", "leave out enable_expert_parallel"),
+        (_sharded_sampling, "batch-sharded", "set enable_batch_sharded_sampling=False"),
         (_launched, "several ranks of one replica", "set distributed_executor_backend='mp'"),
     ],
 )
@@ -179,6 +185,14 @@ def test_a_drafter_that_runs_tapped_modules_is_refused() -> None:
     check_drafter(nn.Sequential(other), sites)
     with pytest.raises(ValueError, match=r"Sequential.*lm_head_in can be read: leave out these"):
         check_drafter(nn.Sequential(other, norm), sites)
+
+
+def test_a_sampler_that_is_not_known_is_no_place_for_a_guide() -> None:
+    """It is said what has brought it."""
+    sampler = type("GPUWatermarkSampler", (), {})()
+    refusal = V2Attachment.guidance_refusal(SimpleNamespace(sampler=sampler, batch_sharder=None))
+    assert refusal is not None
+    assert "GPUWatermarkSampler" in refusal and "leave out watermark_config" in refusal
 
 
 def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +223,7 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
         {"ubatch_size": 2},
         {"decode_context_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
+        {"enable_batch_sharded_sampling": True},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
     ],

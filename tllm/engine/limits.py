@@ -47,6 +47,12 @@ uses(
     "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend",
     "configurations under which rows could be misread are refused",
 )
+uses(
+    "vllm.config.ParallelConfig",
+    "enable_batch_sharded_sampling",
+    "sampling where a rank has the logits of some sequences only is refused",
+    since="0.32",
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,12 @@ LIMITS = (
         "experts on several tensor-parallel ranks of several replicas (each rank has a part of the "
         "rows): leave out enable_expert_parallel, or set tensor_parallel_size=1",
         lambda config: config.parallel_config.use_sequence_parallel_moe,
+    ),
+    Limit(
+        "batch-sharded sampling (each tensor-parallel rank has the logits of a part of the "
+        "sequences): set enable_batch_sharded_sampling=False",
+        lambda config: bool(getattr(config.parallel_config, "enable_batch_sharded_sampling", None)),
+        _other_than(enable_batch_sharded_sampling=(None, False)),
     ),
     Limit(
         "vLLM's older Ray executor (it runs the model behind the worker's back): set "

@@ -86,7 +86,10 @@ class V2Attachment(RunnerAttachment):
         if runner.batch_sharder is not None:
             return "this engine samples each sequence on one tensor-parallel rank only"
         if type(runner.sampler).__name__ != "Sampler":
-            return f"this engine samples with {type(runner.sampler).__name__}, which is not known"
+            return (
+                f"this engine samples with {type(runner.sampler).__name__}, and how that draws is "
+                "not known; leave out watermark_config, if it was given"
+            )
         return None
 
     def override(self) -> None:
