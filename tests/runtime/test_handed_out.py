@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from runtime.test_session import HIDDEN, PROMPT, Engine
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.spec.request import RequestSpec
 from tllm.spec.turns import StepTurns
 
@@ -138,7 +139,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50 if INTERPRETED else 150)
 @given(st.lists(ACTIONS, min_size=10, max_size=40))
 def test_each_row_is_handed_out_once_and_as_it_was_whatever_happens(actions):
     engine = Modelled()

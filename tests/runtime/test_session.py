@@ -19,6 +19,7 @@ from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream, Sam
 from tllm.runtime import dispatch, steps
 from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
+from tllm.runtime.kernels.backend import INTERPRETED
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
 from tllm.runtime.verdicts import BROKEN
@@ -251,7 +252,7 @@ def test_a_steady_steered_decode_is_planned_once(engine, monkeypatch):
     assert engine.session.steps.rows_steered == PROMPT + 13
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30 if INTERPRETED else 60, deadline=None)
 @given(
     st.lists(st.sampled_from(["turn", "turn", "turn", "same", "preempt", "trade", "skip", "new"])),
     st.sampled_from(["same_step", "out_of_band"]),
@@ -472,7 +473,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50 if INTERPRETED else 150)
 @given(st.lists(ACTIONS, min_size=8, max_size=40))
 def test_rows_are_steered_as_asked_whatever_happens(actions):
     engine, kinds, steered = Engine(), {}, 0
@@ -1133,7 +1134,7 @@ BATCHES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50 if INTERPRETED else 150)
 @given(BATCHES, st.sampled_from([None, "same_step", "out_of_band", "background"]))
 def test_sequences_come_and_go_while_steps_are_undecided(actions, window):
     """Each row is given once, as what it is, and steered as asked."""
