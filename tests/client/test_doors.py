@@ -238,6 +238,7 @@ class Refusing(Consumer):
         raise ValueError("not here")
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("made", ["LLM", "AsyncLLM"])
 def test_of_an_engine_whose_consumer_cannot_begin_no_process_is_left(tiny_model, monkeypatch, made):
     """Also while somebody looks at the error, which keeps all that was made."""

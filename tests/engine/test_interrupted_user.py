@@ -23,5 +23,6 @@ def test_after_an_interrupt_in_a_message_the_engine_hears_the_next(tiny_model, t
         log=tmp_path / "log",
         environment=python_path() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         timeout=180,
+        forks=True,
     )
     assert said.read_text().split() == ["interrupted", "True"] * 2
