@@ -130,6 +130,7 @@ def test_an_adapter_is_replaced_more_often_than_there_are_places(
                 lm.add_new_lora(path, "policy")
                 found = lm.next_token_logprobs_sync(prompt, lora_name="policy")
                 assert agrees(found, expected, OTHER_ENGINE), (step, name, path)
+    assert lm._adapters.named("policy").lora_name == "policy (8)", "what consumers are told"
     with pytest.raises(Exception, match="No adapter found"):
         lm.add_new_lora(tmp_path, "policy")
     assert torch.equal(lm.next_token_logprobs_sync(prompt, lora_name="policy"), found)

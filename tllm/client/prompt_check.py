@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared
-from tllm.engine.media import media_of_request
+from tllm.engine.media import media_of_request, prompt_len
 from tllm.engine.refusals import RefusedError
 from tllm.spec.groups import GroupUse
 from tllm.spec.media import PromptMedia
@@ -49,7 +49,7 @@ class PromptCheck:
                         "what steers every request names the tokens of images, and this streamed "
                         "prompt has some: where they will be is not known; give it at once"
                     )
-                wire = self._placed_in(wire, _prompt_len(request), media_of_request(request))
+                wire = self._placed_in(wire, prompt_len(request), media_of_request(request))
                 name = "extra_args" if request.sampling_params else "extra_kwargs"
                 setattr(params, name, {**getattr(params, name), EXTRA_ARG: wire})
             _check_positions(wire, request)
@@ -57,19 +57,14 @@ class PromptCheck:
             raise RefusedError(str(error)) from None
 
     def _placed_in(
-        self, wire: Mapping[str, Any], prompt_len: int, media: PromptMedia
+        self, wire: Mapping[str, Any], num_tokens: int, media: PromptMedia
     ) -> dict[str, Any]:
         """What a request carries, with the positions of what it names of its prompt."""
         spec = RequestSpec.from_wire(wire).in_prompt(media)
         asked = self._unplaced.get(spec.prompt_id)
         if asked is not None and asked.patch is not None and asked.patch.unplaced:
-            spec = replace(spec, patch=self._patches.uses(asked.patch.in_prompt(prompt_len, media)))
+            spec = replace(spec, patch=self._patches.uses(asked.patch.in_prompt(num_tokens, media)))
         return spec.to_wire()
-
-
-def _prompt_len(request: Any) -> int:
-    tokens = request.prompt_token_ids
-    return len(request.prompt_embeds if tokens is None else tokens)
 
 
 def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
@@ -79,13 +74,13 @@ def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     reads, patch = wire.get("reads", ()), wire.get("patch", ())
     if not reads and not patch:
         return
-    prompt_len = _prompt_len(request)
+    num_tokens = prompt_len(request)
     max_tokens = 1 if request.sampling_params is None else request.sampling_params.max_tokens
     if wire.get("streamed"):  # a later part of the prompt may reach the position
         max_tokens = None
-    check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
+    check_patch_positions(map(PatchUse.from_wire, patch), num_tokens, max_tokens)
     for read in map(RowsRead.from_wire, reads):
-        read.positions.check(prompt_len, max_tokens, read.name)
+        read.positions.check(num_tokens, max_tokens, read.name)
 
 
 def _check_judged(wire: Mapping[str, Any]) -> None:

@@ -31,6 +31,12 @@ def media_of_request(request: Any) -> PromptMedia:
     return _media((each.modality, each.mm_position) for each in request.mm_features or ())
 
 
+def prompt_len(request: Any) -> int:
+    """Of vLLM's `EngineCoreRequest`, `Request`, or `NewRequestData`."""
+    tokens = request.prompt_token_ids
+    return len(request.prompt_embeds if tokens is None else tokens)
+
+
 def tokens_of(request: Any) -> list[int] | None:
     """The tokens of a prompt, with -1 for each embedding that was given among them; None for a
     prompt of embeddings alone.

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from tllm.engine import limits, model_view
 from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
-from tllm.engine.media import tokens_of
+from tllm.engine.media import prompt_len, tokens_of
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.runner_v1 import V1Attachment
@@ -386,7 +386,7 @@ class InterventionWorker(_Base):
             self.session.sequences.start(
                 new.req_id,
                 tokens_of(new),
-                _prompt_len(new) - spec.generated,
+                prompt_len(new) - spec.generated,
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,
@@ -476,13 +476,6 @@ def _as_told(error: Exception) -> Exception:
     if isinstance(error, ValueError):
         return ValueError(str(error))
     return RuntimeError(str(error) if type(error) is RuntimeError else reason_of(error))
-
-
-def _prompt_len(new: NewRequestData) -> int:
-    if new.prompt_token_ids is not None:
-        return len(new.prompt_token_ids)
-    assert new.prompt_embeds is not None
-    return int(new.prompt_embeds.shape[0])
 
 
 def _memory_of(device: torch.device) -> int:

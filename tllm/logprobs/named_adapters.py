@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -26,7 +27,11 @@ class Adapter(LoRARequest, weakref=True):  # type: ignore[call-arg]
 
 
 class _Named(NamedTuple):
+    """One that was added. `told` is its name in the engine, which consumers are told: the second
+    weights of one folder are others."""
+
     number: int
+    told: str
     path: str
     files: _Files
 
@@ -40,7 +45,10 @@ class NamedAdapters:
         self._loop = loop
         self._named: dict[str, _Named] = {}
         self._loaded: set[int] = set()  # what the engine has of ours
+        #: Of each name and path: how often its files were written anew, and which they were last.
+        self._written: dict[tuple[str, str], tuple[int, _Files]] = {}
         self._held: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
+        self._holding = threading.Lock()
 
     def add(self, path: str, name: str) -> None:
         """Load an adapter, if it is another one than the name has, or its files were written since.
@@ -55,7 +63,7 @@ class NamedAdapters:
                 "'max_lora_rank': ...}"
             )
         known, files = self._named.get(name), _files_of(path)
-        if known is not None and known[1:] == (path, files):
+        if known is not None and (known.path, known.files) == (path, files):
             return
         self._remove_unused()
         if len(self._loaded) >= adapters_at_once(config):
@@ -68,13 +76,13 @@ class NamedAdapters:
                     f"max_loras={config.max_loras + 1} or more"
                 )
             self._remove(known.number)
-        new = _Named(next(_NUMBERS), path, files)
+        new = _Named(next(_NUMBERS), self._told(name, path, files), path, files)
         try:
-            self._load(name, new)  # one that cannot be loaded is refused now
+            self._load(new)  # one that cannot be loaded is refused now
         except Exception:
             if known is not None and known.number not in self._loaded:
                 del self._named[name]
-                self._load(name, known)
+                self._load(known)
                 self._named[name] = known
             raise
         self._named[name] = new
@@ -82,23 +90,34 @@ class NamedAdapters:
 
     def named(self, name: str) -> Adapter:
         """Raises `ValueError` for a name under which none was added."""
+        known = self._known(name)
+        with self._holding:  # two threads that ask hold the same one
+            adapter = self._held.get(known.number)
+            if adapter is None:
+                adapter = self._held[known.number] = _request(known)
+        return adapter
+
+    def path(self, name: str) -> str:
+        """Where one that was added came from; raises `ValueError` as `named`."""
+        return self._known(name).path
+
+    def _known(self, name: str) -> _Named:
         if name not in self._named:
             raise ValueError(
                 f"no adapter {name!r} was added; add_new_lora(path, {name!r}) does. Added are "
                 f"{', '.join(self._named) or 'none'}"
             )
-        known = self._named[name]
-        adapter = self._held.get(known.number)
-        if adapter is None:
-            adapter = self._held[known.number] = _request(name, known)
-        return adapter
+        return self._named[name]
 
-    def path(self, name: str) -> str:
-        """Where one that was added came from."""
-        return self._named[name].path
+    def _told(self, name: str, path: str, files: _Files) -> str:
+        """vLLM's prefix cache knows adapters by name and path alone."""
+        anew, last = self._written.get((name, path), (0, files))
+        anew += last != files
+        self._written[name, path] = anew, files
+        return f"{name} ({anew + 1})" if anew else name
 
-    def _load(self, name: str, one: _Named) -> None:
-        self._loop.run(self._engine.add_lora(_request(name, one)))
+    def _load(self, one: _Named) -> None:
+        self._loop.run(self._engine.add_lora(_request(one)))
         self._loaded.add(one.number)
 
     def _remove(self, number: int) -> None:
@@ -111,9 +130,8 @@ class NamedAdapters:
             self._remove(number)
 
 
-def _request(name: str, one: _Named) -> Adapter:
-    # vLLM's prefix cache knows adapters by name and path, and files may be written anew.
-    return Adapter(f"{name} ({one.number})", one.number, one.path)
+def _request(one: _Named) -> Adapter:
+    return Adapter(one.told, one.number, one.path)
 
 
 def _files_of(path: str) -> _Files:

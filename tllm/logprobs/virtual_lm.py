@@ -381,11 +381,11 @@ class AsyncVirtualLM(AsyncLM):
         Args:
             lora_path: None, or the path it was added with.
         """
-        self._adapters.named(lora_name)
-        path, known = lora_path, self._adapters.path(lora_name)
-        if path is not None and os.fspath(path) != known:
+        known = self._adapters.path(lora_name)
+        path = known if lora_path is None else os.fspath(lora_path)
+        if path != known:
             raise ValueError(
-                f"adapter {lora_name!r} was added from {known!r}, not {os.fspath(path)!r}; "
+                f"adapter {lora_name!r} was added from {known!r}, not {path!r}; "
                 "call add_new_lora() with the other path first"
             )
         self._active = lora_name

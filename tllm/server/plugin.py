@@ -66,11 +66,12 @@ class InterventionPlugin:
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         sweeps = PatchSweeps(interventions, limits, state.openai_serving_models)
         state.tllm = ServerState(interventions, settings, files, Stats(interventions), sweeps)
-        state.openai_serving_models = ListedModels(state.openai_serving_models, interventions)
-        for door in _DOORS:
-            handler = getattr(state, door, None)
-            if handler is not None:
-                setattr(state, door, Door(handler, interventions, settings, files, live, limits))
+        handlers = {door: getattr(state, door, None) for door in _DOORS}
+        doors = {door: handler for door, handler in handlers.items() if handler is not None}
+        for door, handler in doors.items():
+            setattr(state, door, Door(handler, interventions, settings, files, live, limits))
+        if doors:  # a request may name a module
+            state.openai_serving_models = ListedModels(state.openai_serving_models, interventions)
         check_pooled(vars(state)["_state"].values(), check_steered)
 
 
