@@ -74,14 +74,15 @@ def patched_tokens(model, prompt_ids, layer, position, row, count):
     return tokens[len(prompt_ids) :]
 
 
-def test_a_patched_request_is_that_of_transformers_beside_a_plain_one(client, model):
+@pytest.mark.parametrize("positions", [[-1], "last_prompt", "all_prompt"])
+def test_a_patched_request_is_that_of_transformers_beside_a_plain_one(client, model, positions):
     ids = model[1](PROMPT)["input_ids"]
     row = 4 * torch.randn(128, generator=torch.Generator().manual_seed(2))
-    at = len(ids) - 1
+    at = slice(0, len(ids)) if positions == "all_prompt" else len(ids) - 1
     sources = {"zero": True}, {"tensor": row.tolist()}
     found = {}
     for number, source in enumerate([None, *sources]):
-        patch = [{"hook": "post_block", "layer": 2, "positions": [-1], "source": source}]
+        patch = [{"hook": "post_block", "layer": 2, "positions": positions, "source": source}]
         asked = {"return_token_ids": True, "ignore_eos": True}
         asked |= {} if source is None else {"patch": patch}
         answer = client.completions.create(**WORDS, max_tokens=8, extra_body=asked)
