@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -751,6 +752,35 @@ def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     assert "secret" not in serve.shown(arguments, environment)
 
 
+def test_plugins_that_vllm_loads_unnamed_are_loaded_beside_ours(monkeypatch):
+    """vLLM's resolvers of adapters are such; once one is named, vLLM loads no other."""
+    of_vllm = {plugin.name for plugin in entry_points(group="vllm.general_plugins")} - {"tllm"}
+    assert of_vllm
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    _, environment = serve.command("MODEL", [], ServerSettings(), {})
+    assert {*environment["VLLM_PLUGINS"].split(",")} >= of_vllm | {"tllm"}
+
+
+def test_the_command_runs_here_and_is_listed_without_the_key(tmp_path, monkeypatch, capsys):
+    titles = []
+    monkeypatch.setattr(serve, "setproctitle", titles.append)
+    monkeypatch.setattr(sys, "argv", ["tllm", "serve", "MODEL", "--admin-api-key", "secret"])
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv(VARIABLE, "{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "import os, sys\nprint(__name__, os.getpid(), *sys.argv[1:], os.environ['VLLM_PLUGINS'])"
+    (tmp_path / "served.py").write_text(said)
+    monkeypatch.setattr(serve.launch, "module", lambda: "served")
+    settings = ServerSettings(admin_api_key="secret")
+    serve.run(*serve.command("MODEL", ["--port", "80"], settings, {}))
+    shown = capsys.readouterr().out.split()
+    assert shown[:4] == ["__main__", str(os.getpid()), "serve", "MODEL"]
+    assert shown[-3:] == ["--port", "80", "other,tllm"]
+    [title] = titles
+    assert " -m served serve MODEL " in title and "secret" not in title
+    assert ServerSettings.model_validate_json(os.environ[VARIABLE]) == settings
+
+
 @pytest.mark.parametrize("given", [["--port", "0"], ["--port=0"], ["--port", "80", "--port=0"]])
 def test_servers_whose_port_the_system_chooses_share_no_folder(given):
     """They shared results, and what their callers have in flight."""
@@ -815,7 +845,7 @@ def test_a_dry_run_prints_the_command():
     result = CliRunner().invoke(app, arguments)
     assert not result.exit_code, result.output
     words = shlex.split(result.output)
-    assert words[0] == "VLLM_PLUGINS=tllm"
+    assert "tllm" in words[0].removeprefix("VLLM_PLUGINS=").split(",")
     assert words[words.index("serve") + 1] == "MODEL"
     assert words[-2:] == ["--max-model-len", "9"]
     assert "secret" not in result.output

@@ -19,7 +19,9 @@ from tllm.cli.store import app as store_app
 from tllm.cli.vllm_help import ServeCommand
 from tllm.spec.layers import Layers
 
-app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
+app = typer.Typer(
+    help="tLLM: interventions for vLLM.", no_args_is_help=True, pretty_exceptions_enable=False
+)
 app.add_typer(store_app, name="store")
 
 _FURTHER = {"allow_extra_args": True, "ignore_unknown_options": True}

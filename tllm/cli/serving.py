@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import secrets
 import shlex
 import sys
@@ -11,11 +12,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import pairwise, zip_longest
+from importlib.metadata import entry_points
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from setproctitle import setproctitle
 from yaml import YAMLError
 
 from tllm.cli.files import check_there
@@ -31,6 +34,13 @@ from tllm.spec.reading import check_name, said_of
 from tllm.steering import load
 
 _PLUGINS = "VLLM_PLUGINS"
+_LOADED_UNNAMED = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Groups of plugins that vLLM loads whole where `VLLM_PLUGINS` is not set."""
 
 
 def settings_of(given: Mapping[str, Any]) -> ServerSettings:
@@ -90,11 +100,20 @@ def command(
         settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
     arguments += ["--additional-config", json.dumps(config), *more]
-    allowed = [*filter(None, os.environ.get(_PLUGINS, "").split(",")), "tllm"]
     return arguments, {
-        _PLUGINS: ",".join(dict.fromkeys(allowed)),
+        _PLUGINS: ",".join(_allowed_plugins()),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _allowed_plugins() -> list[str]:
+    """What vLLM would load without us, and our routes, which it loads only where they are named."""
+    if _PLUGINS in os.environ:
+        others = [name for name in os.environ[_PLUGINS].split(",") if name]
+    else:
+        groups = (entry_points(group=group) for group in _LOADED_UNNAMED)
+        others = sorted(plugin.name for plugin in chain.from_iterable(groups))
+    return list(dict.fromkeys([*others, "tllm"]))
 
 
 def _options_of_file(more: Sequence[str], own: Collection[str]) -> list[str]:
@@ -228,5 +247,9 @@ def shown(arguments: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def run(arguments: Sequence[str], environment: dict[str, str]) -> None:
-    """Become that command."""
-    os.execve(arguments[0], list(arguments), {**os.environ, **environment})
+    """Do what that command does, in this process: vLLM, which is imported here, takes a new one
+    many seconds to import."""
+    os.environ.update(environment)
+    setproctitle(shlex.join(arguments))  # lists of processes show no option of ours, such as a key
+    _, _, module, *sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
