@@ -17,6 +17,8 @@ V1_ENGINE_TESTS := tests/engine tests/fuzz tests/doc
 # Five processes for two cores: two at a time, in this order.
 PASSES := test-v1 test-v2 test-v1-engine test-v1-oracle test-v2-oracle
 
+# Containers often set it; then each process compiles all of vLLM that it imports, for half a minute.
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 

@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str
 
     def run_in_process(script: Path) -> str:
         log = tmp_path / "output.txt"
-        run_script(script, log=log, environment={}, timeout=550, cwd=ROOT)
+        run_script(script, log=log, environment={}, timeout=550, cwd=ROOT, forks=True)
         return log.read_text()
 
     return run_in_process

@@ -50,7 +50,7 @@ def attack_served(model, folder, options, rounds):
         log=folder / "log",
         environment=environment,
         timeout=500 + seconds,
-        forks="tensor_parallel_size" not in options,  # the two ranks are spawned as anybody's
+        forks=True,
     )
 
 
