@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any
 
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow
+from tllm.spec.reading import typed
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,9 @@ def _options_of(spec: str, given: str) -> dict[str, Any]:
             raise ValueError(f"{item!r} in {spec!r} is not key=value")
         if (key := key.strip()) in options:
             raise ValueError(f"{spec!r} gives {key} twice; give it once")
-        options[key] = _scalar(value)
+        options[key] = typed(value)
+        if value.startswith("[") and options[key] is value:
+            raise ValueError(f'{value!r} is no list; give one as JSON: [0,4] or ["a","b"]')
     return options
 
 
@@ -223,13 +225,3 @@ def _called(what: str, call: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _scalar(text: str) -> Any:
-    """A value of a spec string."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        if text.startswith("["):
-            raise ValueError(f'{text!r} is no list; give one as JSON: [0,4] or ["a","b"]') from None
-        return text

@@ -12,6 +12,8 @@ from entry_points import declared_in
 from safetensors.torch import save_file
 
 from tllm import LLM
+from tllm.cli.values import engine_argument
+from tllm.consumers.esamp import ESampConsumer
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.sae import SaeConsumer
 from tllm.ports import ConsumerFlow
@@ -50,6 +52,16 @@ def test_options_are_json_and_lists_have_brackets(autoencoder: Path) -> None:
     sae = consumer_from_spec(f"sae:path={autoencoder},features=[3,1],consumer_id=moods")
     assert isinstance(sae, SaeConsumer)
     assert (sae.consumer_id, sae.places({}, 4)) == ("moods", (("pre_attn", 1),))
+
+
+@pytest.mark.parametrize("no", ["false", "False"])
+def test_a_constant_is_spelt_as_in_json_or_as_in_python(no: str) -> None:
+    esamp = consumer_from_spec(f"esamp:guide={no},persist=True")
+    assert isinstance(esamp, ESampConsumer)
+    assert (esamp.config.guide, esamp.config.persist) == (False, True)
+    assert engine_argument(f"fuse_norms={no}") == ("fuse_norms", False)
+    assert engine_argument("quantization=None") == ("quantization", None)
+    assert engine_argument("served_model_name=Falseness") == ("served_model_name", "Falseness")
 
 
 def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tllm.spec.layers import Layers
-from tllm.spec.reading import scalar
+from tllm.spec.reading import scalar, typed
 
 
 def several(text: str) -> list[str]:
@@ -76,10 +76,7 @@ def engine_argument(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise ValueError(f"--engine-arg {text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    return name, typed(value)
 
 
 def no_further(given: Sequence[str], command: str, options: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from tllm.spec.operations import LARGEST_FLOAT32
 FloatArray = npt.NDArray[np.float32]
 _BESIDE_TEXT = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds")
 """What vLLM's prompts may have and text has not."""
+_CONSTANTS = {"True": True, "False": False, "None": None}
 _NAMED = 20
 """How many names a message has."""
 _LONGEST_NAME = 256
@@ -98,6 +99,17 @@ def json_mapping(text: str | bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is a {type(value).__name__}; it must be a JSON object")
     return value
+
+
+def typed(text: str) -> Any:
+    """What the text of a value means on a command line: JSON, a constant as Python spells it, or
+    the text itself."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def check_text(given: str, name: str) -> str:
