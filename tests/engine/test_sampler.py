@@ -140,6 +140,23 @@ def test_contrast_guides_a_wide_row_and_the_narrow_ones_beside_it(llm):
     assert tokens_of(generate(llm, prompts_of(LENGTHS), asked)) == plain
 
 
+def test_a_filtered_row_that_contrast_leaves_alone_beside_penalties_is_told_once(llm, caplog):
+    state = 30 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9))
+    llm.register_consumer(Contrasting(state, width=4))
+
+    def told() -> list[str]:
+        return [each for each in caplog.messages if "was drawn unguided" in each]
+
+    penalized = {"seed": 2, "repetition_penalty": 1.2}
+    for asked in (penalized, {"seed": 2, "top_k": 9}, penalized | {"top_k": 4}):
+        generate(llm, prompts_of(LENGTHS), sampled(5, **asked))
+    assert told() == [], "these are guided"
+    for _ in range(3):
+        generate(llm, prompts_of(LENGTHS), sampled(5, **penalized, top_k=9))
+    (sentence,) = told()
+    assert "'contrast': 4" in sentence
+
+
 def test_seeded_requests_draw_the_same_when_nothing_is_added(llm):
     params = [sampled(8, seed=5, top_k=20), sampled(8, seed=6, top_p=0.9), sampled(8, seed=7)]
     plain = tokens_of(generate(llm, prompts_of(LENGTHS), params))

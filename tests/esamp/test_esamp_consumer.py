@@ -249,21 +249,25 @@ def test_a_full_bank_grows_and_everyone_keeps_learning():
     assert driver.stats["loss_per_prompt"]["req-p0"]["count"] == 9
 
 
-def test_a_full_bank_leaves_further_prompts_unguided_and_counts_them():
+def test_a_full_bank_leaves_further_prompts_unguided_and_counts_them(caplog):
     driver = make_driver(slots=1, on_full="unguided")
-    running = [make_request("a", slot=0), make_request("b", slot=1)]
+    running = [make_request(name, slot=slot) for slot, name in enumerate("abc")]
     for _ in range(3):
         step = driver.step(running)
         assert step.delta[0].any()
-        assert not step.delta[1].any()
+        assert not step.delta[1:].any()
     stats = driver.stats
-    assert stats["slots"] == stats["slots_in_use"] == stats["distillers_refused"] == 1
-    assert stats["steps_skipped"] == {"no_free_slot": 3}
+    assert stats["slots"] == stats["slots_in_use"] == 1
+    assert stats["distillers_refused"] == 2
+    assert stats["steps_skipped"] == {"no_free_slot": 6}
     assert stats["rows_trained"] == stats["predictions"] == 3
-    guided, unguided = driver.finish(*running)
+    guided, *unguided = driver.finish(*running)
     assert guided is None
-    assert unguided.status == "error"
-    assert "slots=1" in unguided.error
+    assert [(result.status, "slots=1" in result.error) for result in unguided] == [
+        ("error", True)
+    ] * 2
+    (sentence,) = caplog.messages
+    assert "request 'req-b' was not guided" in sentence and "slots=1" in sentence, "once"
 
 
 @pytest.mark.parametrize("persist", [False, True])

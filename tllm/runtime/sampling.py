@@ -323,6 +323,9 @@ class Guidance:
         self._asked: tuple[int, object, int] = _NEVER  # a step, its layout, how wide guides ask
         self._numbers = torch.zeros(0, dtype=torch.int32, device=model.device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
+        self._overflow_before = self.overflow.clone()  # when the guides were set
+        self._fits: LateCheck | None = LateCheck()  # None once it was warned
+        self._may_leave_rows = False  # since that was looked at
 
     def set_head(self, head: LmHead | str | None) -> None:
         self._head = head
@@ -330,6 +333,8 @@ class Guidance:
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:
         """The flows of the consumers that are registered now."""
         self._asked = _NEVER
+        self._overflow_before = self.overflow.clone()
+        self._fits = LateCheck()
         self._guides = [
             Guide(flow, write)
             for flow in flows
@@ -411,6 +416,7 @@ class Guidance:
         for guide in self._guides:
             owner = guide.flow.owner
             if guide.layout is None or guide.layout is not frame.layout:
+                self._warn_of_overflow()
                 guide.known = owner.forgotten
                 guide.guided = self._guided(guide, frame, greedy)
                 # A sequence whose tokens are sampled goes on like that; greedy it is for ever.
@@ -423,6 +429,25 @@ class Guidance:
             if guide.guided is not None and owner.error is None:
                 self._run_one(guide, guide.guided, step, frame, collected)
                 collected = None  # the logits have changed
+
+    def _warn_of_overflow(self) -> None:
+        """Say once in the log that rows were left unguided, when it is known that one was."""
+        if self._fits is None or not self._may_leave_rows:
+            return
+        self._may_leave_rows = False
+        if any(guide.warned for guide in self._guides):
+            return
+        if _holds((self.overflow == self._overflow_before)[0], self._fits):
+            return
+        self._fits = None
+        logger.warning(
+            "a row with more candidates than the width of its guide (%s) was drawn unguided, "
+            "though it is filtered: so are those that deltas are for, and others in steps in which "
+            "a request has penalties or logit_bias, or with several tensor-parallel ranks. Ask for "
+            "fewer (top_k), or give a larger width. Such rows are counted as "
+            "rows_with_too_many_candidates of read_stats().",
+            ", ".join(f"{guide.flow.owner.id!r}: {guide.width}" for guide in self._guides),
+        )
 
     def _guided(self, guide: Guide, frame: Frame, greedy: BoolArray) -> GuidedRows | None:
         indices = self._indices(guide, frame, greedy)
@@ -470,14 +495,19 @@ class Guidance:
             if context.step != frame.step:
                 context = owner.context.at(frame.step)
             delta = owner.consumer.guide(candidates, context)
+            if delta is not None or step.penalizes or self._head.reduce is not None:
+                self._may_leave_rows = True
             if delta is not None:
                 if width < self._model.vocab_size and not guide.warned:
                     guide.warn(step, guided)
-                sound = candidates.apply(delta)
-                on_host = sound.device.type == "cpu"
-                if not (sound if on_host else guide.deltas.sound(sound)):
+                if not _holds(candidates.apply(delta), guide.deltas):
                     raise ValueError(_NO_DELTAS)
         except BaseException as error:
             if ends_process(error):
                 raise
             self._dispatcher.fail(owner, error)
+
+
+def _holds(sound: torch.Tensor, later: LateCheck) -> bool:
+    """Whether something holds: at once on a CPU, elsewhere as far as the host knows by now."""
+    return bool(sound) if sound.device.type == "cpu" else later.sound(sound)

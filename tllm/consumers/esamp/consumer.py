@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -22,6 +23,8 @@ from tllm.ports import (
     Sampler,
 )
 
+logger = logging.getLogger(__name__)
+
 _KEPT = ", and persist=True keeps those of groups until they are forgotten (forget_group)"
 
 
@@ -39,6 +42,7 @@ class ESampConsumer(Consumer):
             raise TypeError(f"config={config!r:.80}; give ESampConsumerConfig(...), or nothing")
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
+        self._warned = False  # that a request was not guided
         self.uses_lm_head = self.config.guide
         self._predicts = 0 if self.config.guide else -1  # the flow
 
@@ -142,13 +146,20 @@ class ESampConsumer(Consumer):
         if self._worker is None or self._worker.leave(request):
             return None
         kept = _KEPT if self.config.persist else ""
-        return RequestResult(
-            None,
-            "error",
+        why = (
             f"was not guided: no distiller was free (slots={self.config.slots}, "
             f"on_full={self.config.on_full!r}, or no device memory to add more){kept}; raise "
-            "slots, or run fewer prompts at once",
+            "slots, or run fewer prompts at once"
         )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ESamp: request %r %s. Further ones are counted as distillers_refused of "
+                "read_stats().",
+                request.request_id,
+                why,
+            )
+        return RequestResult(None, "error", why)
 
     def forget_group(self, name: str) -> bool:
         """Forget what a group has learned, and let others have its slot: at once, or when the last
