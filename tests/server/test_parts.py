@@ -817,6 +817,17 @@ def test_results_of_answers_that_nobody_fetches_make_room_for_later_ones():
     assert "resp_9" not in later and "resp_1" in later
 
 
+def test_capture_consumers_are_given_in_the_plural_too(invoke, tmp_path):
+    """As RhizoNymph's fork of vLLM has the option, and the engine's argument is called."""
+    specs = [f"filesystem:root={tmp_path}", "logging"]
+    given = ["--capture-consumers", specs[0], "--capture-consumer", specs[1]]
+    status, said, _ = invoke("serve", "MODEL", *given, "--dry-run")
+    assert not status
+    (found,) = (word for word in shlex.split(said) if word.startswith(f"{VARIABLE}="))
+    settings = ServerSettings.model_validate_json(found.partition("=")[2])
+    assert settings.capture_consumers == tuple(specs)
+
+
 def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     """Some settings have no option: inline_bytes, result_timeout_s."""
 

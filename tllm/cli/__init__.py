@@ -90,7 +90,12 @@ def serve(
         list[str] | None, typer.Option(help="A consumer, as name:key=value,...; repeatable.")
     ] = None,
     capture_consumer: Annotated[
-        list[str] | None, typer.Option(help="A consumer whose results are capture results.")
+        list[str] | None,
+        typer.Option(
+            "--capture-consumer",
+            "--capture-consumers",
+            help="A consumer whose results are capture results; repeatable.",
+        ),
     ] = None,
     steering_module: Annotated[
         list[str] | None, typer.Option(help="A steering module, as name=path; repeatable.")
