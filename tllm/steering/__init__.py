@@ -3,6 +3,7 @@
 from tllm.steering.extraction import extract
 from tllm.steering.features import steer_features
 from tllm.steering.files import load
+from tllm.steering.formats.by_module import load_act, load_angular
 from tllm.steering.formats.reft import load_reft
 from tllm.steering.module import ExtractedModule, SteeringModule
 from tllm.steering.probing import FittedProbe, fit_probe
@@ -16,6 +17,8 @@ __all__ = [
     "extract",
     "fit_probe",
     "load",
+    "load_act",
+    "load_angular",
     "load_reft",
     "steer_features",
     "sweep",

@@ -40,6 +40,17 @@ def read_numpy(path: Path) -> Contents:
     return from_saved(arrays[_UNNAMED] if [*arrays] == [_UNNAMED] else arrays)
 
 
+def restored(file: Path) -> Any:
+    """What `torch.save` put into a file of a folder, loaded with `weights_only=True`."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # on a damaged file the restricted unpickler fails in any way
+        raise ValueError(
+            f"its file {file.name} cannot be read as tensors alone, and anything else could run "
+            f"code: {(str(error) or type(error).__name__).splitlines()[0]:.80}"
+        ) from None
+
+
 def read_torch(path: Path) -> Contents:
     """Read a `.pt` file: a tensor, or a dict as `from_saved` takes it.
 

@@ -45,9 +45,10 @@ _KEY = re.compile(
     r"(?:(?:layers?|blocks?|direction)[._]?)?(?P<layer>0|[1-9][0-9]*)"
 )
 _LENS = re.compile(rf"blocks\.(?P<layer>0|[1-9][0-9]*)\.(?P<hook>{'|'.join(TRANSFORMER_LENS)})")
-_BLOCK = re.compile(
-    r"(?:model\.layers|transformer\.h|gpt_neox\.layers|model\.decoder\.layers)\.(?P<layer>0|[1-9][0-9]*)"
-)
+BLOCKS = r"model\.layers|transformer\.h|gpt_neox\.layers|model\.decoder\.layers"
+"""Where `transformers` keeps the blocks of a model, as a pattern."""
+
+_BLOCK = re.compile(rf"(?:{BLOCKS})\.(?P<layer>0|[1-9][0-9]*)")
 
 
 def parse_place(name: str) -> NamedPlace | None:

@@ -21,6 +21,7 @@ import torch
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import float_array, json_mapping, said_of
+from tllm.steering.formats.arrays import restored
 
 _NAME = re.compile(
     r"intkey_(?:layer[._](?P<layer>\d+)[._])?(?:repr|comp)[._](?P<component>.+)"
@@ -146,13 +147,7 @@ def _place(name: str) -> tuple[HookPoint, int, int]:
 
 
 def _arrays(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        saved: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # on a damaged file the restricted unpickler fails in any way
-        raise ValueError(
-            f"its file {file.name} cannot be read as tensors alone, and anything else could run "
-            f"code: {(str(error) or type(error).__name__).splitlines()[0]:.80}"
-        ) from None
+    saved = restored(file)
     if not isinstance(saved, Mapping) or set(saved) != _NEEDED:
         names = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(f"its file {file.name} holds {names}; LoReFT's hold {sorted(_NEEDED)}")
