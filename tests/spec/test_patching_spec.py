@@ -84,6 +84,15 @@ def test_positions_may_be_a_tensor():
     assert (given.positions, given.mask) == ((3, -1), (0, 1))
 
 
+@pytest.mark.parametrize(
+    "mask", [[True, False], np.array([True, False]), torch.tensor([True, False]), [np.True_]]
+)
+def test_a_mask_that_says_yes_or_no_is_refused_with_what_to_give(mask):
+    """As users have it from elsewhere, and as the mask of scale_dimensions is."""
+    with pytest.raises(ValueError, match=r"'mask'\] says yes or no .* numpy.flatnonzero\(mask\)"):
+        patch(positions=[3], mask=mask)
+
+
 def test_a_position_that_is_named_from_both_ends_is_refused():
     """It would be patched twice, which is not what once would be."""
     use = PatchUse("post_block", 0, (-1, 11), keep=0.5, scale=0.5)

@@ -20,6 +20,8 @@ from tllm.spec.reading import (
     allow_keys,
     float_array,
     hook_named,
+    one_or_several,
+    own_numbers,
     scalar,
     whole_number,
     whole_numbers,
@@ -442,7 +444,13 @@ def _parts(given: Mapping[str, Any], key: str, name: str, kind: str) -> tuple[in
     """Which parts of a row an entry names; None for all."""
     if given.get(key) is None:
         return None
-    parts = _positions(given[key], f"{name}[{key!r}]")
+    listed = one_or_several(own_numbers(given[key]))
+    if any(isinstance(own_numbers(each), bool) for each in listed):
+        raise ValueError(
+            f"{name}[{key!r}] says yes or no of each; give the numbers of the {kind} that change, "
+            f"as numpy.flatnonzero({key}) does"
+        )
+    parts = _positions(listed, f"{name}[{key!r}]")
     if min(parts) < 0:
         raise ValueError(f"{name}[{key!r}] has {min(parts)}; {kind} count from 0")
     return parts
