@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tllm.verify.reference import kind_of
@@ -791,7 +792,8 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             | _HEAD_DIM
             | _INTERLEAVED_ROPE
             | _EXPERTS
-            | {"num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True},
+            | {"num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True}
+            | {"moe_intermediate_size": 96},  # no square, which hides how they are saved
             "vision_config": _QWEN3_VISION,
         },
     ),
@@ -817,6 +819,32 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_attention_heads": 2,
                 "num_key_value_heads": 2,
                 "head_dim": 32,
+            },
+        },
+    ),
+    "llama4_mm": (
+        "llama4",
+        {
+            "text_config": {
+                **_BASE,
+                **_HEAD_DIM,
+                "num_local_experts": 4,
+                "intermediate_size_mlp": 192,
+                "intermediate_size": 64,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1, 0],
+                "attention_chunk_size": 256,
+            },
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 64,
+                "projector_input_dim": 64,
+                "projector_output_dim": 64,
             },
         },
     ),
@@ -894,6 +922,19 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": CONFIGS["cohere2"][1] | {"model_type": "cohere2"},
             "vision_config": _SIGLIP,
             "image_token_id": 150,
+        },
+    ),
+    "qwen3_5_moe_mm": (
+        "qwen3_5_moe",
+        {
+            "text_config": _BASE
+            | _HEAD_DIM
+            | _EXPERTS
+            | _HYBRID
+            | _DELTA
+            | {"num_experts": 4, "shared_expert_intermediate_size": 64}
+            | {"num_experts_per_tok": 4},  # which are chosen would hang on rounding
+            "vision_config": _QWEN3_VISION,
         },
     ),
     "qwen3_5_mm": (
@@ -993,7 +1034,7 @@ def limits(name: str, points: Iterable[str]) -> dict[str, float]:
 def served_dtype(name: str) -> torch.dtype:
     """What vLLM computes in, on a CPU."""
     # Its kernel of gated delta nets for CPUs has no other dtype.
-    needs_bfloat16 = name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_mm")
+    needs_bfloat16 = name.startswith(("qwen3_next", "qwen3_5"))
     return torch.bfloat16 if needs_bfloat16 else torch.float32
 
 
@@ -1108,15 +1149,26 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
             if name.startswith(_UNSCALED) and path.endswith("k_norm.weight"):
                 tensor.mul_(0.125)
     model.save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        _transpose_experts(folder / "model.safetensors")
     if "architectures" in values:  # which transformers fills in itself
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | _named(values)))
     return folder
 
 
+def _transpose_experts(file: Path) -> None:
+    """As published checkpoints have them: vLLM takes no others, and `transformers` both."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
 # What leaves a delta net is divided by its norm: where that is near zero for a row, every rounding
 # of bfloat16 is magnified. With these seeds, chosen with `transformers` alone, none is.
-_SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1, "qwen3_5_moe": 3}
+_SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1, "qwen3_5_moe": 3, "qwen3_5_moe_mm": 3}
 _ZERO = {
     # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
     "ernie4_5_moe": "e_score_correction_bias",

@@ -478,6 +478,7 @@ def _not_compared(seen: set[str]) -> list[str]:
         for name in served
         if name not in seen and name.endswith(("LM", "Model"))
     ]
+    multimodal = [f"`{name}`" for name in registry._MULTIMODAL_MODELS if name not in seen]
     gone = [
         f"`{name}` (until {version})"
         for name, version in registry._PREVIOUSLY_SUPPORTED_MODELS.items()
@@ -493,6 +494,10 @@ def _not_compared(seen: set[str]) -> list[str]:
             ("Architecture", "What tLLM makes of it", "Why it was not compared"),
             rows,
         ),
+        "",
+        "Of multimodal models the language model inside is tapped: by the row of its family, where "
+        "there is one, or where it verifiably computes as Llama does; others are refused. Not "
+        f"compared were {', '.join(multimodal)}.",
         "",
         "## No longer served by vLLM",
         "",

@@ -120,7 +120,7 @@ ROUTED = frozenset(
         *("granitemoehybrid", "granitemoe_swa", "lfm2_moe", "exaone_moe", "hy_v3", "ernie4_5_moe"),
         *("llama4_text", "afmoe", "cohere2_moe", "mimo_v2_flash", "qwen3_next", "qwen3_5_moe_text"),
         *("gemma4_text", "dots1", "flex_olmo", "hunyuan_v1_moe", "mellum", "solar_open"),
-        *("minimax_m2", "nemotron_h"),
+        *("minimax_m2", "nemotron_h", "qwen3_vl_moe_text"),
     }
 )
 """Kinds of models whose mixtures of experts have a router at that place."""
@@ -148,6 +148,7 @@ COMPARING = frozenset(
         *("hyperclovax", "lfm2", "lfm2_moe", "mimo_v2_flash", "ministral3"),
         *("phimoe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text", "qwen3_next"),
         *("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "minimax_m2"),
+        "qwen3_vl_moe_text",
     }
 )
 """Kinds of models whose attentions are given queries and keys as vLLM's own are. Others scale them
@@ -295,7 +296,7 @@ AS_LLAMA = frozenset(
         *("llama", "mellum", "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mistral"),
         *("mixtral", "nemotron", "olmo", "olmoe", "persimmon", "phi3", "phimoe", "qwen2"),
         *("qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_text", "seed_oss"),
-        *("smollm3", "solar_open", "stablelm", "starcoder2", "youtu"),
+        *("qwen3_vl_moe_text", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu"),
     }
 )
 """Those that were seen to be as Llama."""
