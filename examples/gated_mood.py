@@ -25,7 +25,12 @@ STORIES, SCALE = 100, 1.0
 
 def main() -> None:
     """Tell the same stories unsteered, always steered, and steered where they are sad."""
-    llm = LLM("demo/model", dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**28)
+    llm = LLM(
+        str(Path(__file__).parents[1] / "demo" / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**28,
+    )
     entry = mood_module(llm).scaled(SCALE).vectors["post_block"][PROBED_LAYER]
     weight, bias, right = mood_discriminant(llm)
     print(f"the probe is right about {right:.0%} of the tokens of stories that it has not seen")

@@ -5,6 +5,8 @@ python examples/log_norms.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tllm import LLM, SamplingParams
 from tllm.consumers.logging import LoggingConsumer
 
@@ -13,7 +15,7 @@ def main() -> None:
     """Print the mean norm of every layer's output, for prompt and generated tokens."""
     norms = LoggingConsumer(layers="0-5", every_n_steps=16, level="warning")
     llm = LLM(
-        "demo/model",
+        str(Path(__file__).parents[1] / "demo" / "model"),
         consumers=[norms],
         dtype="float32",
         enforce_eager=True,

@@ -35,7 +35,7 @@ def first_difference(tokenizer: Any, one: str, other: str) -> int:
 def main() -> None:
     """Sweep some pairs of openings, and print the share that each kind of token recovers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo/model")
+    parser.add_argument("--model", default=str(Path(__file__).parents[1] / "demo" / "model"))
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--plot", type=Path, help="draw the first pair, as a PNG")
     arguments = parser.parse_args()

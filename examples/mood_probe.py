@@ -57,7 +57,12 @@ class LastPromptState(Consumer):
 
 def main() -> None:
     """Make the probe, and score two stories with it."""
-    llm = LLM("demo/model", dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**28)
+    llm = LLM(
+        str(Path(__file__).parents[1] / "demo" / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**28,
+    )
 
     rng = Random(0)
     pairs = [mood_pair(rng) for _ in range(100)]

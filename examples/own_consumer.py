@@ -6,6 +6,7 @@ python examples/own_consumer.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class Entropy(Consumer):
 def main() -> None:
     """Print a story with the entropy before each word."""
     llm = LLM(
-        "demo/model",
+        str(Path(__file__).parents[1] / "demo" / "model"),
         consumers=[Entropy()],
         dtype="float32",
         enforce_eager=True,

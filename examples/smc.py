@@ -136,7 +136,9 @@ def main() -> None:
         "max_num_seqs": 256,
         "kv_cache_memory_bytes": 2**27,
     }
-    with AsyncVirtualLM.from_name("demo/model", engine_opts=options) as lm:
+    with AsyncVirtualLM.from_name(
+        str(Path(__file__).parents[1] / "demo" / "model"), engine_opts=options
+    ) as lm:
 
         async def compare() -> None:
             gaps = await weeping(lm)

@@ -81,7 +81,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write an SVG file")
     chosen = parser.parse_args()
 
-    llm = LLM("demo/model", dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**28)
+    llm = LLM(
+        str(Path(__file__).parents[1] / "demo" / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**28,
+    )
     module = mood_module(llm)
     print("layer  separation     d'  natural scale")
     for layer, entry in module.vectors["post_block"].items():

@@ -35,14 +35,15 @@ _HARNESS = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    """Run a script from the repository's root, in a process of its own; what it printed."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a script in a process of its own, in the repository's root unless another folder is said;
+    what it printed."""
     for name in _HARNESS:
         monkeypatch.delenv(name, raising=False)
 
-    def run_in_process(script: Path) -> str:
+    def run_in_process(script: Path, cwd: Path = ROOT) -> str:
         log = tmp_path / "output.txt"
-        run_script(script, log=log, environment={}, timeout=550, cwd=ROOT, forks=True)
+        run_script(script, log=log, environment={}, timeout=550, cwd=cwd, forks=True)
         return log.read_text()
 
     return run_in_process
@@ -103,8 +104,10 @@ EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if p.name not in
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.name)
-def test_an_example_runs(script: Path, run: Callable[[Path], str]) -> None:
-    assert run(script)
+def test_an_example_runs_from_any_folder(
+    script: Path, run: Callable[..., str], tmp_path: Path
+) -> None:
+    assert run(script, tmp_path)
 
 
 def test_every_example_is_listed():
