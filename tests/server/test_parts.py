@@ -1000,6 +1000,7 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(monkeypatch, tmp_path, text,
         ("additional-config: {mine: 3}\n", "--additional-config was given in the file of --config"),
         ("", "--config '.*serve.yaml': it names no options; give lines such as"),
         ("- 3\n", "it names no options"),
+        ("max-steering-configs: 8\n", "give --engine-arg max_steering_configs=VALUE"),
         ("port: [8000\n", "--config '.*serve.yaml': while parsing a flow sequence"),
     ],
 )
@@ -1084,6 +1085,8 @@ def test_modules_are_given_as_name_and_path(tmp_path):
         ),
         (["--engine-arg", "capture_mib=much"], "capture_mib='much' is not a whole number"),
         (["--max-body-mib", "0"], "'--max-body-mib': Input should be greater"),
+        (["--enable-steering"], "tLLM's engine: give --engine-arg enable_steering=VALUE"),
+        (["--max_patch_mib=8"], "--max-patch-mib is no option of vllm serve"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_sentence(invoke, given, sentence):

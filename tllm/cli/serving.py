@@ -41,6 +41,8 @@ _LOADED_UNNAMED = (
     "vllm.stat_logger_plugins",
 )
 """Groups of plugins that vLLM loads whole where `VLLM_PLUGINS` is not set."""
+_ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"hook_points"} | {"enable_steering"}
+"""What `--engine-arg` gives."""
 
 
 def settings_of(given: Mapping[str, Any]) -> ServerSettings:
@@ -78,6 +80,12 @@ def command(
         own: options of `tllm serve` itself, such as `--consumer` and `--no-allow-capture`.
     """
     of_file = _options_of_file(more, own)
+    for flag in filter(None, map(_flag_of, [*more, *of_file])):
+        if (name := flag.removeprefix("--").replace("-", "_")) in _ENGINE_OPTIONS:
+            raise ValueError(
+                f"{flag} is no option of vllm serve, but an argument of tLLM's engine: give "
+                f"--engine-arg {name}=VALUE"
+            )
     for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
         for place, options_there in (("", more), (" in the file of --config", of_file)):
             given = [each for each in map(_flag_of, options_there) if len(each) > 2]
@@ -193,13 +201,11 @@ def _flag_of(argument: str) -> str:
 
 def engine_options(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Options of tLLM's engine, from `--engine-arg`."""
-    allowed = sorted(
-        {f.name for f in fields(EngineOptions)} - {"hook_points"} | {"enable_steering"}
-    )
     arguments = dict(given)
-    if unknown := sorted(arguments.keys() - set(allowed)):
+    if unknown := sorted(arguments.keys() - _ENGINE_OPTIONS):
         raise ValueError(
-            f"--engine-arg {unknown[0]!r} is not known; give one of {', '.join(allowed)}; what "
+            f"--engine-arg {unknown[0]!r} is not known; give one of "
+            f"{', '.join(sorted(_ENGINE_OPTIONS))}; what "
             "vLLM takes is given as to vllm serve, hook points and consumers by their own options"
         )
     return split(arguments)[1]
