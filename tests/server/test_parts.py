@@ -1056,6 +1056,28 @@ def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):
             serve.command("MODEL", given, ServerSettings(), {})
 
 
+def test_a_module_in_json_has_all_that_a_registered_one_may_have(tmp_path):
+    """It is the file that RhizoNymph's fork of vLLM reads, too."""
+    path = tmp_path / "calm.json"
+    entry = {"vector": [0.1] * 8, "scale": 2.0}
+    clamps = {"post_block": {"1": {"vector": [1.0] * 8, "max": 4.0}}}
+    for spec in (
+        {"vectors": {"post_block": {"2": entry}}, "decode_vectors": None, "clamps": clamps},
+        {"post_block": {"2": [0.1] * 8, "3": {"vector": [0.1] * 8, "method": "ablate"}}},
+    ):
+        path.write_text(json.dumps(spec))
+        assert serve.modules_of([f"calm={path}"]) == {"calm": str(path)}
+    for text, sentence in (
+        ('{"vectors": ', "it is damaged: Expecting value"),
+        ("[1.0]", "it is a list; it must be a JSON object"),
+        ('{"vectors": {"post": {"2": [1.0]}}}', "vectors: unknown hook point 'post'"),
+        ('{"vectors": {"post_block": {"2": [1.0]}}, "v": 1}', r"module 'calm' has unknown fields"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"--steering-module 'calm=.*{sentence}"):
+            serve.modules_of([f"calm={path}"])
+
+
 def test_modules_are_given_as_name_and_path(tmp_path):
     path = tmp_path / "happy.npy"
     np.save(path, np.ones((2, 8), np.float32))

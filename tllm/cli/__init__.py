@@ -98,7 +98,10 @@ def serve(
         ),
     ] = None,
     steering_module: Annotated[
-        list[str] | None, typer.Option(help="A steering module, as name=path; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="A steering module, as name=path of vectors, or of a spec in JSON; repeatable."
+        ),
     ] = None,
     admin_api_key: Annotated[
         str | None,

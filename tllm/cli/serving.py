@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from tllm.cli.files import check_there
 from tllm.client.arguments import split
+from tllm.client.composer import module_tiers
 from tllm.consumers.base import Consumer
 from tllm.engine import launch
 from tllm.engine.options import CONFIG_KEY, EngineOptions, engine_arguments
@@ -31,7 +32,7 @@ from tllm.server.fields import is_sendable
 from tllm.server.limits import read_limits
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.spec.reading import check_name, said_of
-from tllm.steering import load
+from tllm.steering.files import module_in
 
 _PLUGINS = "VLLM_PLUGINS"
 _LOADED_UNNAMED = (
@@ -225,7 +226,7 @@ def modules_of(given: Sequence[str]) -> dict[str, str]:
         found[name] = str(Path(path).resolve())
         check_there(f"--steering-module {name}", Path(path))
         try:
-            load(path)
+            module_tiers(name, module_in(path))
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"--steering-module {each!r}: {error}") from None
     return found

@@ -96,24 +96,7 @@ class Composer:
 
     def module_of(self, name: str, given: Any) -> Tiers:
         """A module that somebody defines."""
-        check_name(name, "module")
-        spec = given.to_spec() if hasattr(given, "to_spec") else given
-        if isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}:
-            if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
-                raise ValueError(
-                    f"module {name!r} has unknown fields {unknown}; it takes "
-                    f"{', '.join(TIER_FIELDS)} and positions"
-                )
-            given = {key: spec[key] for key in TIER_FIELDS if spec.get(key) is not None}
-            tiers = _tiers(given, spec.get("positions"))
-        elif spec is None:
-            raise ValueError(
-                f"module {name!r} is None; give {{hook point: {{layer: vector}}}}, or a mapping "
-                f"with any of {', '.join(TIER_FIELDS)}"
-            )
-        else:
-            tiers = _tiers({"vectors": given}, None)
-        tiers = self._checked(tiers)
+        tiers = self._checked(module_tiers(name, given))
         self._limited(compose([tiers]), f"module {name!r}")
         return tiers
 
@@ -363,6 +346,26 @@ def _check_own_conditions(own: Tiers, endings: Endings, others: Sequence[Tiers])
     for field, tiers, ending in each:
         with said_of(field):
             _check_gates(gates_of(compose([*others, tiers], ending)).values(), _WITH_GLOBAL)
+
+
+def module_tiers(name: str, given: Any) -> Tiers:
+    """What a module is to do, before it is known which model is to do it."""
+    check_name(name, "module")
+    spec = given.to_spec() if hasattr(given, "to_spec") else given
+    if spec is None:
+        raise ValueError(
+            f"module {name!r} is None; give {{hook point: {{layer: vector}}}}, or a mapping "
+            f"with any of {', '.join(TIER_FIELDS)}"
+        )
+    if not (isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}):
+        return _tiers({"vectors": given}, None)
+    if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
+        raise ValueError(
+            f"module {name!r} has unknown fields {unknown}; it takes "
+            f"{', '.join(TIER_FIELDS)} and positions"
+        )
+    given = {key: spec[key] for key in TIER_FIELDS if spec.get(key) is not None}
+    return _tiers(given, spec.get("positions"))
 
 
 def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:

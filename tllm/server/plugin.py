@@ -22,7 +22,7 @@ from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.routes import metrics, router
 from tllm.server.settings import ServerSettings
 from tllm.server.state import ServerState, capture_files
-from tllm.steering import load
+from tllm.steering.files import module_in
 
 _DOORS = ("openai_serving_completion", "openai_serving_chat", "openai_serving_responses")
 
@@ -78,7 +78,7 @@ class InterventionPlugin:
 async def _register(interventions: Attached, name: str, path: str) -> None:
     """Register a module; what is wrong with it names its file."""
     try:
-        await interventions.steering.register_module(name, load(path))
+        await interventions.steering.register_module(name, module_in(path))
     except ValueError as error:
         raise ValueError(f"--steering-module {name}={path}: {error}") from error
 

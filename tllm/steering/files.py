@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
-from tllm.spec.reading import hook_named, said_of, scalar
+from tllm.spec.reading import hook_named, json_mapping, said_of, scalar
 from tllm.steering.formats import gguf, reft, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
@@ -106,6 +106,14 @@ def load(
     if normalize and features is None:
         module = _normalized(module)
     return module.scaled(scalar(scale, "scale"))
+
+
+def module_in(path: str | PathLike[str]) -> Any:
+    """What the file of a module says: in JSON what `llm.steering.register_module` takes, in any
+    other the vectors that `load` reads."""
+    if Path(path).suffix != ".json":
+        return load(path)
+    return json_mapping(Path(path).read_bytes(), "it")
 
 
 def _read(
