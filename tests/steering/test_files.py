@@ -93,6 +93,42 @@ def test_gguf_directions_in_other_floating_point_types(tmp_path: Path, dtype: An
     assert_adds(load(path), {3: vector(0).astype(dtype).astype(np.float32)})
 
 
+def svec(path: Path, **saved: Any) -> Path:
+    """What `SteeringVector.save` of IBM's activation-steering writes."""
+    path.write_text(json.dumps({"model_type": "llama", "explained_variances": {}, **saved}))
+    return path
+
+
+def test_a_direction_of_cast_is_added_where_its_block_begins(tmp_path: Path):
+    directions = {str(layer): vector(layer).tolist() for layer in (0, 3)}
+    module = load(svec(tmp_path / "refusal.svec", directions=directions), scale=2.0)
+    assert module.metadata == {"model_hint": "llama"}
+    assert list(module.vectors) == ["pre_attn"]
+    for layer, entry in module.vectors["pre_attn"].items():
+        np.testing.assert_array_equal(entry["vector"], vector(layer))
+        assert entry["scale"] == 2.0
+    assert [*module.vectors["pre_attn"]] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"),
+    [
+        (
+            {},
+            "it is JSON with ['explained_variances', 'model_type']; what is read has 'directions'",
+        ),
+        ({"directions": {}}, "what is read has 'directions', vectors by layer"),
+        ({"directions": {"-1": [1.0]}}, "its directions have the layer '-1'; layers count from 0"),
+        ({"directions": {"1": ["x"]}}, "is not an array of"),
+    ],
+)
+def test_other_json_is_refused(tmp_path: Path, saved: Any, says: str):
+    path = svec(tmp_path / "v.svec", **saved)
+    with pytest.raises(ValueError) as refused:
+        load(path)
+    assert str(refused.value).startswith(str(path)) and says in str(refused.value)
+
+
 def bfloat16_bits(values: Array) -> Any:
     bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
     return bits.view(np.uint8)
@@ -777,7 +813,7 @@ def test_normalising(tmp_path: Path):
     ("content", "message"),
     [
         (b"", "it is empty"),
-        (b"{}", "no format that is read"),
+        (b"{}", r"it is JSON with \[\]; what is read has"),
         (b"hello, world, this is text", "no format that is read"),
         (struct.pack("<Q", 2) + b"{}", "names no layer"),
         (struct.pack("<Q", 9) + b"{ not json", "damaged"),

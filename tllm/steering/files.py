@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, json_mapping, said_of, scalar
-from tllm.steering.formats import gguf, reft, sae
+from tllm.steering.formats import gguf, reft, sae, svec
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
     read_numpy,
@@ -30,8 +30,8 @@ from tllm.steering.module import SteeringModule, VectorEntry, Vectors
 Reader = Callable[[Path], "Contents | SteeringModule"]
 
 KNOWN = (
-    "GGUF control vectors, safetensors, .pt files of tensors, .npy and .npz, and folders with a "
-    "sparse autoencoder in SAELens' layout"
+    "GGUF control vectors, safetensors, .pt files of tensors, .npy and .npz, .svec of "
+    "activation-steering, and folders with a sparse autoencoder in SAELens' layout"
 )
 
 _LONGEST_HEADER = 100_000_000
@@ -63,6 +63,7 @@ def load(
     - safetensors, `.npz` or `torch.save` with arrays `[hidden]` by layer, under the keys that
       `tllm.steering.formats.names` lists; or one array `[hidden]` or `[layers, hidden]`;
     - a `.npy` file with such an array;
+    - a `.svec` file of IBM's `activation-steering` (`tllm.steering.formats.svec`);
     - a folder with a sparse autoencoder of SAELens (`tllm.steering.formats.sae`);
     - what `SteeringModule.save` wrote, which comes back as it was.
 
@@ -174,6 +175,8 @@ def _reader(path: Path) -> Reader:
             f"it is damaged, or was cut off: it starts as a safetensors file, whose header alone "
             f"has {length} bytes, and it has {size} in all"
         )
+    if start.startswith(b"{"):
+        return svec.read
     # A pickle of protocol 2 or later, which torch.save wrote before it wrote zip files.
     if start[0] == 0x80:
         return read_torch
