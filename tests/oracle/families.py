@@ -269,6 +269,14 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
 }
 
+_LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 192,
+    "intermediate_size": 64,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1, 0],
+    "attention_chunk_size": 256,
+}
 _GEMMA4 = _BASE | _HEAD_DIM | _SLIDING | _BY_LAYER | {"per_layer_config": {}}
 
 SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -282,19 +290,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "llama4": (
-        "llama4_text",
-        _BASE
-        | _HEAD_DIM
-        | {
-            "num_local_experts": 4,
-            "intermediate_size_mlp": 192,
-            "intermediate_size": 64,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layers": [1, 1, 0],
-            "attention_chunk_size": 256,
-        },
-    ),
+    "llama4": ("llama4_text", _BASE | _HEAD_DIM | _LLAMA4),
     "deepseek_v2": (
         "deepseek_v2",
         _BASE
@@ -825,16 +821,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_mm": (
         "llama4",
         {
-            "text_config": {
-                **_BASE,
-                **_HEAD_DIM,
-                "num_local_experts": 4,
-                "intermediate_size_mlp": 192,
-                "intermediate_size": 64,
-                "interleave_moe_layer_step": 2,
-                "no_rope_layers": [1, 1, 0],
-                "attention_chunk_size": 256,
-            },
+            "text_config": _BASE | _HEAD_DIM | _LLAMA4,
             "vision_config": {
                 "hidden_size": 64,
                 "intermediate_size": 256,
