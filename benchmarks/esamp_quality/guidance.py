@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.esamp_quality.drawn import DrawnESamp
+from benchmarks.esamp_quality.memory import SampleMemory
 from benchmarks.esamp_quality.settings import Setting
+from benchmarks.esamp_quality.stratified import StratifiedSampling
 from tllm.consumers.base import Consumer
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
+from tllm.consumers.esamp.config import Scope
 from tllm.ports import (
     Candidates,
     ConsumerContext,
@@ -125,24 +129,35 @@ class Noise(Consumer):
         return torch.where(delta.isfinite(), delta, 0)
 
 
-def consumer_of(setting: Setting, error: float) -> Consumer | None:
+_SCOPES: dict[str, Scope] = {"shared": "shared", "own": "request"}
+
+
+def consumer_of(setting: Setting, error: float, problems: int, tokens: int) -> Consumer | None:
     """What guides.
 
     Args:
         error: the mean square of the distiller's errors, where noise is to be as large.
+        problems: how many there are.
+        tokens: the most that all samples of one draw.
     """
     if setting.kind == "plain":
         return None
     if setting.kind == "noise":
         return Noise(setting.beta, error**0.5)
+    if setting.kind == "stratified":
+        return StratifiedSampling()
+    if setting.kind == "memory":
+        return SampleMemory(setting.beta, problems, tokens)
+    if setting.kind == "drawn":
+        return DrawnESamp(setting.beta, setting.layer, setting.lr, setting.temperature, problems)
     config = ESampConsumerConfig(
         beta=setting.beta,
         source_layer=setting.layer,
         lr=setting.lr,
-        scope="shared" if setting.kind == "shared" else "prompt",
+        scope=_SCOPES.get(setting.kind, "prompt"),
         # An untrained distiller says what the final norm makes of its row.
         train=setting.kind != "lens",
-        persist=setting.kind == "waves",
-        slots=256,
+        persist=setting.waves > 1,
+        slots=1024 if setting.kind == "own" else 256,
     )
     return MatchedESamp(config) if setting.kind == "matched" else ESampConsumer(config)

@@ -49,7 +49,9 @@ class Sampling:
         """Scores of a setting, and what shows that it did what it says."""
         if setting.kind == "noise" and not self.error:
             self.run(Setting("esamp", setting.temperature, setting.min_p, setting.beta))
-        consumer = consumer_of(setting, self.error)
+        longest = chain_length(len(self.problems[0].numbers)) + 1
+        tokens = self.samples * longest
+        consumer = consumer_of(setting, self.error, len(self.problems), tokens)
         if consumer is not None:
             self.llm.register_consumer(consumer)
         begin = time.monotonic()
@@ -91,7 +93,7 @@ class Sampling:
                 ignore_eos=True,
                 detokenize=False,
                 seed=10_000 * number + wave * count,
-                consumers={"esamp": {"group": str(number)}} if setting.kind == "waves" else None,
+                consumers={"esamp": {"group": str(number)}} if setting.waves > 1 else None,
             )
             for number in range(len(self.problems))
         ]
@@ -109,9 +111,10 @@ def _check(setting: Setting, stats: dict[str, Any]) -> None:
     """A setting that did nothing is a failure."""
     if setting.kind in ("plain", "noise"):
         return
-    if setting.beta and not stats["candidates_changed"]:
+    if not stats["candidates_changed"]:
         raise RuntimeError(f"{setting.name}: no candidate was changed: {stats}")
-    if (setting.kind != "lens") != bool(stats["rows_trained"]):
+    learns = setting.kind not in ("lens", "stratified")
+    if learns != bool(stats["rows_trained"]):
         raise RuntimeError(f"{setting.name}: {stats['rows_trained']} rows were trained on")
 
 

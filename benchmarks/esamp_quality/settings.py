@@ -9,6 +9,9 @@ from typing import Any
 
 SAMPLES = 64
 
+UNGUIDED = "plain", "stratified"
+"""Kinds without a strength."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -16,10 +19,13 @@ class Setting:
 
     Attributes:
         kind: `plain`; `esamp`; `shared`, one distiller for all problems; `waves`, a distiller for
-            each problem, which is kept from one wave of samples to the next; `matched`, ESamp
-            without what only sharpens (`MatchedESamp`); `lens`, contrast with what the final norm
-            and LM head make of a layer's rows; `noise`, contrast with random errors as large as
-            the distiller's.
+            each problem, which is kept from one wave of samples to the next; `own`, a distiller for
+            each sample; `matched`, ESamp without what only sharpens (`MatchedESamp`); `drawn`, a
+            distiller of the tokens that were drawn (`DrawnESamp`); `memory`, away from what other
+            samples drew in such states (`SampleMemory`); `stratified`, samples that share the
+            distribution out among them (`StratifiedSampling`); `lens`, contrast with what the
+            final norm and LM head make of a layer's rows; `noise`, contrast with random errors as
+            large as the distiller's.
         beta: strength of the guidance.
         layer: whose rows are read.
         lr: the distiller's.
@@ -38,12 +44,14 @@ class Setting:
     def name(self) -> str:
         """As it is shown."""
         parts = [self.kind, f"T {self.temperature:g}", f"min-p {self.min_p:g}"]
-        if self.kind != "plain":
+        if self.kind not in UNGUIDED:
             parts.append(f"beta {self.beta:g}")
         if self.layer:
             parts.append(f"layer {self.layer}")
         if self.lr != Setting.lr:
             parts.append(f"lr {self.lr:g}")
+        if self.waves > 1:
+            parts.append(f"{self.waves} waves")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,6 +85,23 @@ def grid(layers: int) -> list[Setting]:
         found.append(Setting("waves", 1.2, 0.05, beta, waves=8))
         found.append(Setting("matched", 1.0, 0.05, beta, lr=1e-2))
         found.append(Setting("matched", 1.0, 0.05, beta, layer=layers // 2))
+    found += [
+        Setting("stratified", t, floor) for t in (0.6, 0.8, 1.0, 1.2) for floor in (0.0, 0.05)
+    ]
+    for beta in (0.25, 1.0):
+        for lr in (1e-3, 1e-2):
+            found.append(Setting("own", 1.0, 0.05, beta, lr=lr))
+            for waves in (1, 8):
+                found.append(Setting("drawn", 1.0, 0.05, beta, lr=lr, waves=waves))
+        middle = layers // 2
+        found.append(Setting("drawn", 1.0, 0.05, beta, layer=middle, lr=1e-2, waves=8))
+        for temperature in (0.8, 1.2):
+            found.append(Setting("drawn", temperature, 0.05, beta, lr=1e-2, waves=8))
+    for beta in (0.1, 0.25, 0.5, 1.0):
+        found.append(Setting("memory", 1.0, 0.05, beta, waves=8))
+        found.append(Setting("memory", 0.8, 0.05, beta, waves=8))
+    found.append(Setting("memory", 1.0, 0.05, 0.5))
+    found.append(Setting("memory", 0.6, 0.05, 0.5, waves=8))
     return list(dict.fromkeys(found))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.esamp_quality.keys import Blocks
 from benchmarks.esamp_quality.problems import (
     ADD,
     END,
@@ -22,6 +24,7 @@ from benchmarks.esamp_quality.problems import (
     read_solution,
 )
 from benchmarks.esamp_quality.scores import Scores, interval, score
+from benchmarks.esamp_quality.stratified import draw_within
 
 
 def drawn(numbers, count=200):
@@ -101,3 +104,43 @@ def test_problems_are_different_and_the_same_in_every_run():
     assert len(set(found)) == 50
     assert found == problems(50, 4, seed=1)
     assert found != problems(50, 4, seed=2)
+
+
+def test_rows_of_a_key_stand_side_by_side():
+    keys = np.array([3, 1, 3, 3, 7, 1])
+    blocks = Blocks.of(keys, torch.device("cpu"))
+    assert blocks.keys.tolist() == [1, 3, 7]
+    rows = [row[there].tolist() for row, there in zip(blocks.rows, blocks.there, strict=True)]
+    assert rows == [[1, 5], [0, 2, 3], [4]]
+    values = torch.arange(6.0)[:, None]
+    assert torch.equal(blocks.spread(values[blocks.rows], 6), values)
+
+
+def test_stratified_samples_share_out_each_distribution():
+    """Two tokens in a row: every pair comes as often as it should, to within a sample or two,
+    in whatever order a row's candidates stand."""
+    count = 600
+    generator = torch.Generator().manual_seed(0)
+    codes = (torch.arange(count, dtype=torch.float64) + 0.37)[:, None] / count
+    first = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    second = torch.tensor(
+        [[0.25] * 4, [0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.97, *[0.01] * 3]]
+    )
+    drawn = []
+    for p in (first.expand(count, 4), None):
+        p = second.double()[drawn[0]] if p is None else p
+        order = torch.rand(count, 4, generator=generator).argsort(1)
+        place, codes = draw_within(p.log().gather(1, order), order, codes)
+        assert ((codes >= 0) & (codes < 1)).all()
+        drawn.append(order.gather(1, place)[:, 0])
+    pairs = torch.bincount(4 * drawn[0] + drawn[1], minlength=16).view(4, 4)
+    expected = count * first[:, None] * second
+    assert (pairs - expected).abs().max() <= 2
+
+
+def test_stratified_samples_draw_only_candidates():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [3.0, -torch.inf, -torch.inf]])
+    ids = torch.tensor([[7, 2, 0], [5, 0, 0]])
+    for code in (0.0, 0.49, 0.51, 1 - 2**-53):
+        place, _ = draw_within(logits, ids, torch.full((2, 1), code, dtype=torch.float64))
+        assert place[:, 0].tolist() == [int(code < 0.5), 0]
