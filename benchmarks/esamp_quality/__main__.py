@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.esamp_quality import report
 from benchmarks.esamp_quality.sampling import serve
-from benchmarks.esamp_quality.settings import SAMPLES, grid
+from benchmarks.esamp_quality.settings import SAMPLES, confirmation, grid
 from benchmarks.esamp_quality.training import Recipe, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -49,19 +49,22 @@ def run(
     engines: Annotated[int, typer.Option(help="Engines side by side on the device.")] = 1,
     seconds: Annotated[float, typer.Option(help="No setting begins after so long.")] = 1e9,
     eager: Annotated[bool, typer.Option(help="Neither compile nor capture graphs.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the problems.")] = 2026,
+    again: Annotated[bool, typer.Option(help="The settings around the best, not all.")] = False,
     only: Annotated[str, typer.Option(help="Kinds of settings, comma-separated.")] = "",
 ) -> None:
     """Sample the problems in every way of the grid."""
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     kinds = only.split(",") if only else []
-    wanted = [s for s in grid(layers) if not kinds or s.kind in kinds]
+    tried = confirmation() if again else grid(layers)
+    wanted = [s for s in tried if not kinds or s.kind in kinds]
     done = {result["name"] for result in report.read(out)} if out.exists() else set()
     context = get_context("spawn")
     settings, results = context.Queue(), context.Queue()
     for setting in wanted:
         if setting.name not in done:
             settings.put(setting)
-    work = (model, count, numbers, samples, eager, settings, results, seconds)
+    work = (model, count, numbers, seed, samples, eager, settings, results, seconds)
     workers = [context.Process(target=serve, args=work) for _ in range(engines)]
     for worker in workers:
         settings.put(None)

@@ -32,13 +32,24 @@ class DrawnESamp(Consumer):
     also where the states of all samples are one.
 
     Args:
+        among_candidates: d is normalised over the tokens that could be drawn, and not over all:
+            only their rows of the LM head are needed.
         temperature: that of all requests.
         keys: room for so many prompts.
     """
 
     consumer_id = "esamp"
 
-    def __init__(self, beta: float, layer: int, lr: float, temperature: float, keys: int) -> None:
+    def __init__(
+        self,
+        beta: float,
+        layer: int,
+        lr: float,
+        temperature: float,
+        keys: int,
+        among_candidates: bool,
+    ) -> None:
+        self.among_candidates = among_candidates
         self.beta, self.layer, self.temperature = beta, layer, temperature
         self._room = keys
         self._adamw = AdamW(lr, (0.9, 0.999), 1e-8, 0.01)
@@ -76,6 +87,7 @@ class DrawnESamp(Consumer):
         self._corrections = torch.zeros(self._room, 2, device=ctx.device)
         self._keys = Keys()
         self._source: tuple[Tensor, RowMeta] | None = None
+        self._outside: Tensor | None = None
         self._losses: list[Tensor] = []
         self._rows_trained = 0
         self._changed = torch.zeros((), dtype=torch.int64, device=ctx.device)
@@ -99,10 +111,24 @@ class DrawnESamp(Consumer):
         row_of = {slot: row for row, slot in enumerate(meta.slots.tolist())}
         index = [row_of.get(slot, -1) for slot in candidates.meta.slots.tolist()]
         at = torch.tensor(index, dtype=torch.int32, device=rows.device)
+        if self.among_candidates:
+            self._outside = self._not_candidates(candidates, meta)
         delta = self.beta * (candidates.logits - candidates.project(states, at))
         delta = torch.where(delta.isfinite(), delta, 0)
         self._changed += (delta != 0).sum()
         return delta
+
+    def _not_candidates(self, candidates: Candidates, meta: RowMeta) -> Tensor:
+        """`[rows of meta, vocab]`: -inf for what could not be drawn, else 0."""
+        logits = candidates.logits
+        place = {slot: row for row, slot in enumerate(candidates.meta.slots.tolist())}
+        at = torch.tensor([place[slot] for slot in meta.slots.tolist()], device=logits.device)
+        outside = torch.full(
+            (len(logits), self._head.shape[1] + 1), -torch.inf, device=logits.device
+        )
+        # What lies beyond a row's candidates is put behind the vocabulary.
+        ids = torch.where(logits.isfinite(), candidates.token_ids.long(), self._head.shape[1])
+        return outside.scatter(1, ids, 0.0)[at, :-1]
 
     def _predict(self, weights: Tensor, rows: Tensor) -> Tensor:
         """Final states `[blocks, width, hidden]`, of `rows` of that shape."""
@@ -118,6 +144,8 @@ class DrawnESamp(Consumer):
             weights = self._weights[keys].clone().requires_grad_()
             states = self._predict(weights, rows.float()[index].clone())
             logits = states @ self._head.clone() / self.temperature
+            if self._outside is not None:
+                logits = logits + self._outside[index]
             wanted = torch.where(there, tokens[index], -100)
             losses = cross_entropy(logits.transpose(1, 2), wanted, reduction="none").sum(1)
             losses = losses / there.sum(1)

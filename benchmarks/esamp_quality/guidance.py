@@ -148,8 +148,10 @@ def consumer_of(setting: Setting, error: float, problems: int, tokens: int) -> C
         return StratifiedSampling()
     if setting.kind == "memory":
         return SampleMemory(setting.beta, problems, tokens)
-    if setting.kind == "drawn":
-        return DrawnESamp(setting.beta, setting.layer, setting.lr, setting.temperature, problems)
+    if setting.kind in ("drawn", "drawn-near"):
+        near = setting.kind == "drawn-near"
+        known = setting.beta, setting.layer, setting.lr, setting.temperature
+        return DrawnESamp(*known, problems, among_candidates=near)
     config = ESampConsumerConfig(
         beta=setting.beta,
         source_layer=setting.layer,

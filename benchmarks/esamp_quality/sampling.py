@@ -122,6 +122,7 @@ def serve(
     model: Path,
     count: int,
     numbers: int,
+    seed: int,
     samples: int,
     eager: bool,
     settings: Any,
@@ -136,7 +137,7 @@ def serve(
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    sampling = Sampling(model, problems(count, numbers, seed=2026), samples, eager)
+    sampling = Sampling(model, problems(count, numbers, seed), samples, eager)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         setting: Setting | None = settings.get()

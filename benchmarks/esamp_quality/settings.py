@@ -21,7 +21,8 @@ class Setting:
         kind: `plain`; `esamp`; `shared`, one distiller for all problems; `waves`, a distiller for
             each problem, which is kept from one wave of samples to the next; `own`, a distiller for
             each sample; `matched`, ESamp without what only sharpens (`MatchedESamp`); `drawn`, a
-            distiller of the tokens that were drawn (`DrawnESamp`); `memory`, away from what other
+            distiller of the tokens that were drawn (`DrawnESamp`); `drawn-near`, the same among the
+            tokens that could be drawn; `memory`, away from what other
             samples drew in such states (`SampleMemory`); `stratified`, samples that share the
             distribution out among them (`StratifiedSampling`); `lens`, contrast with what the
             final norm and LM head make of a layer's rows; `noise`, contrast with random errors as
@@ -103,6 +104,20 @@ def grid(layers: int) -> list[Setting]:
     found.append(Setting("memory", 1.0, 0.05, 0.5))
     found.append(Setting("memory", 0.6, 0.05, 0.5, waves=8))
     return list(dict.fromkeys(found))
+
+
+def confirmation() -> list[Setting]:
+    """What won in `grid` on its problems, around its best, to be tried on others."""
+    found = list(_plain((0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.05,)))
+    for kind in ("drawn", "drawn-near"):
+        for temperature in (0.6, 0.8):
+            for beta in (1.0, 2.0):
+                found.append(Setting(kind, temperature, 0.05, beta, lr=1e-2, waves=8))
+    found.append(Setting("drawn", 0.7, 0.05, 1.0, lr=3e-2, waves=8))
+    found.append(Setting("drawn", 0.7, 0.05, 1.0, lr=3e-3, waves=8))
+    found.append(Setting("drawn", 0.7, 0.05, 1.0, lr=1e-2, waves=16))
+    found.append(Setting("esamp", 0.7, 0.05, 0.25, lr=1e-2))
+    return found
 
 
 def _plain(temperatures: Iterable[float], floors: Iterable[float]) -> Iterable[Setting]:
