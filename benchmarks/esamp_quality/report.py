@@ -71,28 +71,31 @@ def _last(result: dict[str, Any]) -> float:
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Pass@16 and distinct right solutions against Pass@1: a point a setting that finds any."""
+    """Pass@16 and distinct right solutions against Pass@1: a point a setting, but for those whose
+    Pass@1 is below half of the best, which are counted."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind in _kinds(results):
-        scores = [Scores.of(r) for r in results if r["kind"] == kind and any(r["right"])]
-        some = min(16, scores[0].samples)
-        marker = "o" if kind == "plain" else "^"
-        left.plot(
-            [100 * s.pass_at(1).mean() for s in scores],
-            [100 * s.pass_at(some).mean() for s in scores],
-            marker,
-            label=kind,
+    least = max(_first(r) for r in results) / 2
+    shown = [r for r in results if _first(r) >= least]
+    some = min(16, shown[0]["samples"])
+    for kind in _kinds(shown):
+        scores = [Scores.of(r) for r in shown if r["kind"] == kind]
+        style = {"marker": "^", "linestyle": ""} | (
+            {"marker": "o", "color": "black", "zorder": 3} if kind == "plain" else {}
         )
-        right.plot(
-            [100 * s.pass_at(1).mean() for s in scores],
-            [s.distinct.mean() for s in scores],
-            marker,
-            label=kind,
-        )
+        first = [100 * s.pass_at(1).mean() for s in scores]
+        left.plot(first, [100 * s.pass_at(some).mean() for s in scores], label=kind, **style)
+        right.plot(first, [s.distinct.mean() for s in scores], **style)
     left.set(xlabel="Pass@1, %", ylabel=f"Pass@{some}, %")
     right.set(xlabel="Pass@1, %", ylabel="distinct right solutions of a problem")
+    if len(shown) < len(results):
+        below = f"{len(results) - len(shown)} settings have less than {100 * least:.0f}"
+        right.set_title(f"{below}, and are not shown", fontsize=9)
     left.legend()
     figure.savefig(path)
+
+
+def _first(result: dict[str, Any]) -> float:
+    return float(Scores.of(result).pass_at(1).mean())
