@@ -1,5 +1,6 @@
 """What the prefix cache may serve, and the keys of blocks whose rows were changed."""
 
+import random
 from types import SimpleNamespace
 
 from vllm.multimodal.inputs import PlaceholderRange
@@ -45,6 +46,29 @@ def test_blocks_are_shared_by_those_to_whom_the_same_was_done_so_far():
     moved = keys_of([(0, b""), (7, b"steered"), (12, b"")], tokens)
     assert one[0] == moved[0]
     assert not set(one[1:]) & set(moved[1:])
+
+
+def test_blocks_have_one_key_where_the_same_is_done_up_to_their_ends():
+    pick = random.Random(0)
+
+    def drawn(most):
+        starts = [0, *sorted(pick.sample(range(1, 40), pick.randrange(most)))]
+        return [(start, pick.choice([b"", b"one", b"other"])) for start in starts]
+
+    tokens = list(range(40))
+    for whole in ((), ((2, 7),), ((5, 9), (10, 14))) * 30:
+        plain, one = keys_of([(0, b"")], tokens, whole), drawn(12)
+        shared = pick.randrange(40)
+        other = [each for each in one if each[0] < shared]
+        other += [each for each in drawn(6) if each[0] > shared]
+        found = zip(plain, keys_of(one, tokens, whole), keys_of(other, tokens, whole), strict=True)
+        for block, (key, ones, others) in enumerate(found):
+            end = (block + 1) * BLOCK
+            end = next((stop for start, stop in whole if start < end < stop), end)
+            done = [[each for each in changes if each[0] < end] for changes in (one, other)]
+            assert (ones == key) == (not any(digest for _, digest in done[0]))
+            if any(digest for _, digest in done[0]):
+                assert (ones == others) == (done[0] == done[1])
 
 
 def test_a_block_within_an_image_that_sees_all_of_itself_hangs_on_all_of_it():

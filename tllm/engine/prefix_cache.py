@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tllm.engine.seams import uses
 from tllm.spec.changes import Changes
@@ -64,11 +67,7 @@ class BlockKeys:
         self._block_size = block_size
         self._whole = whole
         self._starts = [start for start, _ in changes]
-        self._digests: list[bytes] = []
-        digest = hashlib.sha256()
-        for start, done in changes:
-            digest.update(repr((start, done)).encode())
-            self._digests.append(digest.digest())
+        self._digests = _digests_at(changes, block_size, [stop for _, stop in whole])
         self._first = next((start for start, done in changes if done), None)
         self._chain: list[Any] = []
 
@@ -98,7 +97,22 @@ class BlockKeys:
         if self._first is None or end <= self._first:
             return plain
         reached = bisect_left(self._starts, end)  # stretches that begin before there
-        return type(plain)(hashlib.sha256(plain + self._digests[reached - 1]).digest())
+        return type(plain)(hashlib.sha256(plain + self._digests[reached]).digest())
+
+
+def _digests_at(changes: Changes, block_size: int, stops: Sequence[int]) -> Mapping[int, bytes]:
+    """What the first of the changes do, by their number: for as many as begin before the end of a
+    block, or before one of the stops."""
+    starts = np.array([start for start, _ in changes], np.int64)
+    ends = np.array(stops, np.int64), (starts // block_size + 1) * block_size
+    told = {done: hashlib.sha256(done).digest() for done in {done for _, done in changes}}
+    done = [told[done] for _, done in changes]
+    digest, found = hashlib.sha256(), {}
+    reached = np.unique(np.searchsorted(starts, np.concatenate(ends)))
+    for first, last in pairwise([0, *reached.tolist()]):
+        digest.update(starts[first:last].tobytes() + b"".join(done[first:last]))
+        found[last] = digest.digest()
+    return found
 
 
 def apply(

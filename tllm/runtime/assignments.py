@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 from tllm.runtime.broken_sequences import NOT_FINITE, BrokenSequences
 from tllm.runtime.columns import DECODE, PREFILL, Column
@@ -17,7 +15,15 @@ from tllm.runtime.steering import Steering
 from tllm.runtime.token_choices import Choice
 from tllm.spec.groups import STEERING
 from tllm.spec.patching import PATCHING
-from tllm.spec.selection import END, Intervals, intersected, stretch_starts
+from tllm.spec.selection import (
+    END,
+    Intervals,
+    columns_of,
+    covers_each,
+    intersected,
+    stretch_starts,
+    stretches_of,
+)
 from tllm.spec.stretches import (
     Configuration,
     Stretches,
@@ -107,15 +113,16 @@ class Assignments:
         if not steered and not patched and sequence.laid_out == (wanted, users):
             return
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
-        starts = sorted({*starts, *(start for start, _ in (*steered, *patched))})
-        rows, steer, row = dict(steered), [], Column.STEER.neutral
-        for start in starts:
-            row = rows.get(start, row)
-            steer.append(row)
-        programs = self._programs_of(sequence, wanted, starts)
-        said = {Column.PROGRAM: programs, Column.STEER: steer}
+        if steered or patched:
+            starts = sorted({*starts, *(start for start, _ in (*steered, *patched))})
+        said = {Column.PROGRAM: self._programs_of(sequence, wanted, starts)}
+        if steered:
+            said[Column.STEER] = [row for _, row in _said_at(steered, starts)]
         if patched:
-            said[Column.PATCH] = _patch_rows(patched, starts)
+            rows = zip(starts, _said_at(patched, starts), strict=True)
+            said[Column.PATCH] = [
+                row if row < 0 else row + start - first for start, (first, row) in rows
+            ]
         timeline = Timeline(starts, said)
         self._slots.assign_timeline(slot, timeline, prompt_len)
         self.served.discard(slot)
@@ -164,14 +171,16 @@ class Assignments:
         if not wanted:
             self._programs.assign(slot, ())
             return [0] * len(starts)
-        phases = [PREFILL if start < prompt_len else DECODE for start in starts]
-        covered = [(flow, _covers_each(intervals, starts)) for flow, intervals in wanted]
-        asked = [
-            (phase, tuple(dict.fromkeys(f for f, at in covered if at[i] and phase in f.phases)))
-            for i, phase in enumerate(phases)
-        ]
+        covered = (covers_each(intervals, starts) for _, intervals in wanted)
+        kinds, kind_of = columns_of([[start >= prompt_len for start in starts], *covered])
+        asked = []
+        for decoded, *of_kind in kinds:
+            phase = DECODE if decoded else PREFILL
+            meant = [flow for (flow, _), at in zip(wanted, of_kind, strict=True) if at]
+            asked.append((phase, tuple(dict.fromkeys(f for f in meant if phase in f.phases))))
         try:
-            return self._programs.assign(slot, asked)
+            numbers = self._programs.assign(slot, asked)
+            return [numbers[kind] for kind in kind_of]
         except TooManyProgramsError as error:
             # What everybody is given comes before what single sequences ask for.
             for_all = [(flow, where) for flow, where in wanted if flow.number >= 0]
@@ -330,17 +339,6 @@ def _rows_of(chosen: TokenChoice, rows: Mapping[Configuration, int]) -> Choice:
     return tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
 
 
-def _patch_rows(patched: list[tuple[int, int]], starts: list[int]) -> list[int]:
-    """The patch row of the first position of each stretch; `patched` are where they begin."""
-    begins = [start for start, _ in patched]
-    rows = []
-    for start in starts:
-        begin, row = patched[bisect_right(begins, start) - 1]
-        rows.append(row if row < 0 else row + start - begin)
-    return rows
-
-
-def _covers_each(intervals: Intervals, positions: list[int]) -> list[bool]:
-    """`[positions]`, whether each lies in any of the intervals (sorted and disjoint)."""
-    edges = list(chain.from_iterable(intervals))
-    return [bisect_right(edges, position) % 2 == 1 for position in positions]
+def _said_at(said: list[tuple[int, int]], positions: list[int]) -> Iterator[tuple[int, int]]:
+    """`[positions]`, of what is said from some positions on, what each position lies behind."""
+    return map(said.__getitem__, stretches_of([start for start, _ in said], positions))

@@ -3,9 +3,9 @@ reads."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,10 @@ from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import PinnedCopy, upload, uploaded
 from tllm.spec.patching import PatchUse
+from tllm.spec.selection import runs_of
 
 _WORDS = int(Replacement.SIZE)
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +45,13 @@ class PatchedRows:
 
     key: tuple[int, tuple[str, ...]]
     starts: list[tuple[int, int]]
-    first: int
-    length: int
-    entries: list[tuple[int, int]] = field(default_factory=list)
-    """Points and patch rows at which something is done."""
-    chains: list[tuple[int, int]] = field(default_factory=list)
-    """`(first, number)` of the replacements of each."""
-    alive: list[torch.Tensor] = field(default_factory=list)
+    rows: tuple[int, int]
+    """`(first, number)` of its patch rows."""
+    replacements: tuple[int, int]
+    """`(first, number)` of them, those of one place side by side."""
+    places: npt.NDArray[np.int64]
+    """`[places, 2]`, points and patch rows at which something is done."""
+    alive: list[torch.Tensor]
     """What replacements read."""
     users: int = 0
 
@@ -171,12 +173,12 @@ class Patching:
         if patched.users:
             return
         del self._patched[patched.key]
-        for point, row in patched.entries:
-            self._patches.stage((point, row), np.full((), -1, np.int32))
-        self._points.subtract(point for point, _ in patched.entries)
-        for start, length in patched.chains:
-            self._chains.release(start, length)
-        self._rows.release(patched.first, patched.length)
+        if len(patched.places):
+            none = torch.full((len(patched.places),), -1, dtype=torch.int32)
+            self._patches.stage_all(patched.places, none)
+        self._points.subtract(patched.places[:, 0].tolist())
+        self._chains.release(*patched.replacements)
+        self._rows.release(*patched.rows)
         self.stale = True
 
     def _place(
@@ -184,31 +186,33 @@ class Patching:
     ) -> PatchedRows:
         """Write what these patches do into the tables."""
         alive: list[torch.Tensor] = []
-        at: dict[tuple[int, int], list[npt.NDArray[np.int32]]] = defaultdict(list)
+        words, at, points = [np.zeros((0, _WORDS), np.int32)], [_NONE], [_NONE]
         for use in uses:
             self._check_kept(use)
             tap = self._resolve(use.hook, use.layer)
             if tap in self._taps.index:  # else another pipeline stage has the layer
-                words = self._words(use, tap, alive)
-                for position, one in zip(use.at(prompt_len), words, strict=True):
-                    at[position, self._taps.index[tap]].append(one)
-        positions = sorted({position for position, _ in at})
-        length = room(len(positions), 1)  # few lengths, so that places are found again
-        first = self._rows.acquire(length)
-        row_of = {position: first + i for i, position in enumerate(positions)}
-        patched = PatchedRows(key, _stretches(row_of), first, length, alive=alive)
-        for (position, point), words in at.items():
-            start = self._chains.acquire(len(words))
-            patched.chains.append((start, len(words)))
-            words[0][Replacement.COUNT] = len(words)
-            for i, one in enumerate(words):
-                self._replacements.stage(start + i, one)
-            place = point, row_of[position]
-            patched.entries.append(place)
-            self._patches.stage(place, np.array(start, np.int32))
-        self._points.update(point for point, _ in patched.entries)
+                words.append(self._words(use, tap, alive))
+                at.append(np.array(use.at(prompt_len), np.int64))
+                points.append(np.full(len(use.positions), self._taps.index[tap], np.int64))
+        positions, row = np.unique(np.concatenate(at), return_inverse=True)
+        point = np.concatenate(points)
+        order = np.lexsort((point, row))  # those of one place stay in their order
+        chained = np.concatenate(words)[order]
+        # Few lengths, so that places are found again.
+        rows, replacements = room(len(positions), 1), room(len(chained), 1)
+        first, chain = self._rows.acquire(rows), self._chains.acquire(replacements)
+        places = np.stack([point, first + row], axis=1)[order]
+        begins = np.flatnonzero(np.diff(places, axis=0, prepend=-1).any(axis=1))
+        chained[begins, Replacement.COUNT] = np.diff(begins, append=len(chained))
+        places = places[begins]
+        if len(places):
+            self._replacements.stage_all(chain + np.arange(len(chained)), torch.from_numpy(chained))
+            starts = torch.from_numpy((chain + begins).astype(np.int32))
+            self._patches.stage_all(places, starts)
+        self._points.update(places[:, 0].tolist())
         self.stale = True
-        return patched
+        stretches = _stretches(positions, first)
+        return PatchedRows(key, stretches, (first, rows), (chain, replacements), places, alive)
 
     def _check_kept(self, use: PatchUse) -> None:
         if use.kept is not None and use.kept[0] not in self._kept:
@@ -219,8 +223,8 @@ class Patching:
 
     def _words(
         self, use: PatchUse, tap: TapKey, alive: list[torch.Tensor]
-    ) -> list[npt.NDArray[np.int32]]:
-        """The replacement at each position of a patch."""
+    ) -> npt.NDArray[np.int32]:
+        """`[positions, words]`, the replacement at each position of a patch."""
         sources = self._sources(use, tap, alive)
         mask = 0
         if use.mask is not None:
@@ -228,18 +232,19 @@ class Patching:
             chosen[list(use.mask)] = 1.0
             alive.append(upload(chosen.numpy(), self._taps.device).to(self._taps.dtype))
             mask = alive[-1].data_ptr()
-        found = []
-        for source in sources:
-            words = np.zeros(_WORDS, np.int32)
-            words[: Replacement.KEEP] = np.array([source, mask], np.int64).view(np.int32)
-            factors = np.array([use.keep, use.scale], np.float32)
-            words[Replacement.KEEP : Replacement.COUNT] = factors.view(np.int32)
-            found.append(words)
-        return found
+        words = np.zeros((len(sources), _WORDS), np.int32)
+        addresses = np.stack([sources, np.full_like(sources, mask)], axis=1)
+        words[:, : Replacement.KEEP] = addresses.view(np.int32)
+        factors = np.array([use.keep, use.scale], np.float32)
+        words[:, Replacement.KEEP : Replacement.COUNT] = factors.view(np.int32)
+        return words
 
-    def _sources(self, use: PatchUse, tap: TapKey, alive: list[torch.Tensor]) -> list[int]:
+    def _sources(
+        self, use: PatchUse, tap: TapKey, alive: list[torch.Tensor]
+    ) -> npt.NDArray[np.int64]:
         """The address of the source of each position; 0 for zeros."""
         hidden, count = self._taps.hidden_size, len(use.positions)
+        offsets = np.arange(count)
         if use.kept is not None:
             uid, rows = use.kept
             kept = self._kept[uid]
@@ -247,18 +252,17 @@ class Patching:
             if kept.on_host:
                 chosen = kept.rows[list(rows), place]
                 alive.append(uploaded(chosen, self._taps.device))
-                offsets = list(range(count))
             else:
                 alive.append(kept.rows)
-                offsets = [row * places + place for row in rows]
+                offsets = np.array(rows, np.int64) * places + place
         elif use.rows is not None:
             given = np.frombuffer(use.rows, np.float32).reshape(-1, hidden).copy()
             alive.append(upload(given, self._taps.device).to(self._taps.dtype))
-            offsets = list(range(count)) if len(given) > 1 else [0] * count
+            if len(given) == 1:
+                offsets = np.zeros_like(offsets)
         else:
-            return [0] * count
-        base, row_bytes = alive[-1].data_ptr(), hidden * self._taps.dtype.itemsize
-        return [base + offset * row_bytes for offset in offsets]
+            return np.zeros_like(offsets)
+        return alive[-1].data_ptr() + offsets * (hidden * self._taps.dtype.itemsize)
 
     # -- the device --------------------------------------------------------------------------------
 
@@ -280,13 +284,11 @@ class Patching:
         self.stale = False
 
 
-def _stretches(row_of: dict[int, int]) -> list[tuple[int, int]]:
-    """Where patched positions begin and end: `(first position, patch row)`, or -1."""
-    neutral = Column.PATCH.neutral
-    starts = [] if 0 in row_of else [(0, neutral)]
-    for position, row in row_of.items():
-        if position - 1 not in row_of:
-            starts.append((position, row))
-        if position + 1 not in row_of:
-            starts.append((position + 1, neutral))
-    return starts
+def _stretches(positions: npt.NDArray[np.int64], first: int) -> list[tuple[int, int]]:
+    """Where patched positions begin and end, ascending: `(first position, patch row)`, or -1. The
+    rows follow each other as the positions do."""
+    runs = runs_of(positions)
+    rows = first + np.searchsorted(positions, [start for start, _ in runs])
+    ends = dict.fromkeys([0, *(stop for _, stop in runs)], Column.PATCH.neutral)
+    begins = {start: row for (start, _), row in zip(runs, rows.tolist(), strict=True)}
+    return sorted((ends | begins).items())

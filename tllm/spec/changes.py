@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from tllm.spec.selection import stretches_of
 from tllm.spec.stretches import Stretches
 
 Changes: TypeAlias = Sequence[tuple[int, bytes]]
@@ -21,10 +21,9 @@ def steering_changes(stretches: Stretches, history: str) -> Changes:
     Args:
         history: what else decides on what is done, beside the tokens and what is done to them.
     """
-    return [
-        (start, hashlib.sha256(f"{history}{applied!r}".encode()).digest() if applied else b"")
-        for start, applied in stretches
-    ]
+    kinds = {applied for _, applied in stretches if applied}
+    digests = {a: hashlib.sha256(f"{history}{a!r}".encode()).digest() for a in kinds}
+    return [(start, digests.get(applied, b"")) for start, applied in stretches]
 
 
 def decided_changes(start: int) -> Changes:
@@ -37,14 +36,32 @@ def combined(parts: Mapping[str, Changes]) -> Changes:
     """All that is done to a sequence, by the names of what does it."""
     if len(parts) == 1:
         return next(iter(parts.values()))
-    edges = {name: [start for start, _ in changes] for name, changes in parts.items()}
+    names = sorted(parts)
+
+    def told(done: tuple[bytes, ...]) -> bytes:
+        said = [(name, digest) for name, digest in zip(names, done, strict=True) if digest]
+        return repr(said).encode()
+
+    return joined([parts[name] for name in names], told)
+
+
+def joined(parts: Sequence[Changes], told: Callable[[tuple[bytes, ...]], bytes]) -> Changes:
+    """All that parts do to a sequence.
+
+    Args:
+        told: says what is done where each of the parts does something, or nothing.
+    """
+    starts = [[start for start, _ in part] for part in parts]
+    edges = sorted({0}.union(*starts))
+    at = [
+        [part[i][1] for i in stretches_of(own, edges)]
+        for part, own in zip(parts, starts, strict=True)
+    ]
+    digests: dict[tuple[bytes, ...], bytes] = {}
     found: list[tuple[int, bytes]] = []
-    for start in sorted({0, *(edge for starts in edges.values() for edge in starts)}):
-        at = {
-            name: parts[name][bisect_right(starts, start) - 1][1] for name, starts in edges.items()
-        }
-        done = repr(sorted((name, digest) for name, digest in at.items() if digest))
-        digest = hashlib.sha256(done.encode()).digest() if any(at.values()) else b""
-        if not found or found[-1][1] != digest:
-            found.append((start, digest))
+    for start, done in zip(edges, zip(*at, strict=True), strict=True):
+        if done not in digests:
+            digests[done] = hashlib.sha256(told(done)).digest() if any(done) else b""
+        if not found or found[-1][1] != digests[done]:
+            found.append((start, digests[done]))
     return found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from tllm.spec.changes import Changes
+from tllm.spec.changes import Changes, joined
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ranges
 from tllm.spec.layers import layer_at
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
@@ -26,6 +25,7 @@ from tllm.spec.reading import (
     whole_number,
     whole_numbers,
 )
+from tllm.spec.selection import ends_of, negative_and_others, runs_of
 
 KeptKind = Literal["run", "mean"]
 
@@ -68,7 +68,7 @@ class KeptRows:
     num_bytes: int
     on_host: bool = False
 
-    def check(self, place: tuple[str, int | None], positions: Iterable[int], field: str) -> None:
+    def check(self, place: tuple[str, int | None], positions: Collection[int], field: str) -> None:
         """Refuse a place, or positions, of which nothing is kept."""
         if place not in self.places:
             has = ", ".join(hook if at is None else f"{hook}:{at}" for hook, at in self.places)
@@ -77,7 +77,7 @@ class KeptRows:
                 f"{field}: {self.kind} {self.name!r} has no rows of {hook!r} at layer {layer} (it "
                 f"has {has:.400}); patch one of these, or make the {self.kind} with that hook"
             )
-        for position in positions:
+        for position in ends_of(positions):
             if not -self.num_positions <= position < self.num_positions:
                 raise ValueError(
                     f"{field}: position {position} is out of range for {self.kind} {self.name!r} "
@@ -353,17 +353,19 @@ class PatchUse:
 
 
 def patch_changes(uses: Sequence[PatchUse], prompt_len: int) -> Changes:
-    done: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    """What patches do to a sequence. Which of its rows a position gets, a patch and the position
+    say; of one that counts from the end of the prompt, where that is, too."""
+    parts: list[Changes] = []
     for use in uses:
-        for i, position in enumerate(use.at(prompt_len)):
-            done[position].append((use.digest, i))
-    changes: list[tuple[int, bytes]] = [] if 0 in done else [(0, b"")]
-    for position in sorted(done):
-        digest = hashlib.sha256(b"patch" + repr(done[position]).encode()).digest()
-        changes.append((position, digest))
-        if position + 1 not in done:
-            changes.append((position + 1, b""))
-    return changes
+        from_end, from_start = negative_and_others(use.positions)
+        counted = [p + prompt_len for p in from_end]
+        for said, positions in (use.digest, from_start), (f"{use.digest} {prompt_len}", counted):
+            done = hashlib.sha256(said.encode()).digest(), b""
+            runs = runs_of(positions)
+            edges = [each for run in runs for each in zip(run, done, strict=True)]
+            if runs:
+                parts.append(edges if runs[0][0] == 0 else [(0, b""), *edges])
+    return joined(parts or [[(0, b"")]], lambda digests: b"patch" + b"".join(digests))
 
 
 def check_patch_positions(
@@ -376,7 +378,7 @@ def check_patch_positions(
             is drawn and never passes the model.
     """
     for i, use in enumerate(uses):
-        for position in use.positions:
+        for position in ends_of(use.positions):
             over = max_tokens is not None and position >= prompt_len + max_tokens - 1
             if over or position < -prompt_len:
                 last = "" if max_tokens is None else f" to {prompt_len + max_tokens - 2}"
@@ -384,11 +386,11 @@ def check_patch_positions(
                     f"patch[{i}]['positions']: position {position} is out of range for a prompt of "
                     f"{prompt_len} tokens and max_tokens={max_tokens}; give {-prompt_len}{last}"
                 )
-        twice = set(use.positions) & {p - prompt_len for p in use.positions if 0 <= p < prompt_len}
-        if twice:
+        from_end, from_start = negative_and_others(use.positions)
+        if twice := {p + prompt_len for p in from_end}.intersection(from_start):
             one = max(twice)
             raise ValueError(
-                f"patch[{i}]['positions']: {one} and {one + prompt_len} are the same position of a "
+                f"patch[{i}]['positions']: {one - prompt_len} and {one} are the same position of a "
                 f"prompt of {prompt_len} tokens; give it once"
             )
 

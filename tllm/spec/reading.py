@@ -192,6 +192,10 @@ def whole_numbers(
     listed = given if isinstance(given, Iterable) else [given]
     if isinstance(listed, (str, bytes, Mapping)):
         raise ValueError(f"{name}={given!r:.60}: give a whole number, or a list of whole numbers")
+    if isinstance(listed, (list, tuple)) and set(map(type, listed)) == {int}:
+        fit = max(least, -(2**63)) <= min(listed) and max(listed) <= min(most, _MOST)
+        if fit:  # there may be thousands, which are not read one by one
+            return list(listed)
     found = [whole_number(own_numbers(each), f"{name}: ", least, most) for each in listed]
     if not found and not may_be_empty:
         raise ValueError(f"{name} is empty; give one number or more")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice
 from numbers import Integral
 from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
 from tllm.spec.phases import SELECTED_PHASES, SelectedPhase, phase_named
@@ -16,6 +20,8 @@ from tllm.spec.reading import own_numbers, whole_numbers
 
 #: Half-open intervals of positions, sorted, disjoint and not touching.
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 END = 2**31 - 1
 """The end of an interval that has none."""
@@ -30,6 +36,9 @@ _NAMED: dict[str, dict[str, Any]] = {
 _CRITERIA = ("positions", "ranges", "windows", "token_ids", *MODALITIES)
 _NOWHERE: tuple[int | None, int | None] = (END, None)
 """A range that has no position."""
+
+_FEW = 64
+"""Positions up to which Python looks them up sooner than NumPy does."""
 
 MOST_LISTED = 2**16
 """Numbers, or pairs, in one list: each may begin a stretch of its own, which every process on the
@@ -79,6 +88,13 @@ class Criteria:
         edges = (edge for each in self.ranges for edge in each if edge is not None)
         return any(position < 0 for position in (*self.positions, *edges))
 
+    @cached_property
+    def _runs(self) -> tuple[Intervals, Intervals]:
+        """The positions that count from the end of the prompt, and those that do not, each as
+        intervals."""
+        from_end, from_start = negative_and_others(self.positions)
+        return runs_of(from_end), runs_of(from_start)
+
     def in_prompt(self, media: PromptMedia) -> Criteria:
         """These criteria with the positions of the items that they name."""
         if not self.media:
@@ -103,7 +119,10 @@ class Criteria:
         def absolute(position: int) -> int:
             return position + prompt_len if position < 0 else position
 
-        found = [(absolute(p), absolute(p) + 1) for p in self.positions]
+        from_end, listed = self._runs
+        if not (from_end or self.ranges or self.windows or self.token_ids):
+            return listed
+        found = [*listed, *((prompt_len + start, prompt_len + stop) for start, stop in from_end)]
         for start, stop in self.ranges:
             found.append(
                 (0 if start is None else absolute(start), END if stop is None else absolute(stop))
@@ -281,7 +300,7 @@ class Selection:
                 one is drawn and never passes the model.
         """
         rows = END if max_tokens is None else prompt_len + max_tokens - 1
-        for position in self.include.positions:
+        for position in ends_of(self.include.positions):
             if not -prompt_len <= position < rows:
                 raise ValueError(
                     f"{name}: position {position} is out of range for a prompt of {prompt_len} "
@@ -313,10 +332,32 @@ def _from_text(text: str) -> Selection:
     return Selection.parse(json.loads(text))
 
 
+def ends_of(positions: Collection[int]) -> tuple[int, ...]:
+    """The least and the greatest of positions; none of none."""
+    return (min(positions), max(positions)) if positions else ()
+
+
+def negative_and_others(positions: Collection[int]) -> tuple[list[int], list[int]]:
+    """Positions that count from the end of the prompt, and those that do not."""
+    return [p for p in positions if p < 0], [p for p in positions if p >= 0]
+
+
+def runs_of(numbers: Sequence[int] | IntArray) -> Intervals:
+    """The numbers, in any order, as half-open intervals."""
+    if not len(numbers):
+        return ()
+    found = np.unique(np.asarray(numbers, np.int64))
+    breaks = np.flatnonzero(np.diff(found) > 1)
+    starts, lasts = np.append(found[:1], found[breaks + 1]), np.append(found[breaks], found[-1:])
+    return tuple(zip(starts.tolist(), (lasts + 1).tolist(), strict=True))
+
+
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
     """The union of half-open intervals; what is below 0, or empty, is dropped."""
     merged: list[tuple[int, int]] = []
-    for start, stop in sorted((max(0, a), b) for a, b in intervals):
+    for start, stop in sorted(intervals):
+        if start < 0:
+            start = 0
         if stop <= start:
             continue
         if merged and start <= merged[-1][1]:
@@ -328,33 +369,54 @@ def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 def complement(intervals: Intervals) -> Intervals:
     """The positions in none of the intervals."""
-    edges = [0, *(edge for interval in intervals for edge in interval), END]
+    edges = [0, *chain.from_iterable(intervals), END]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple((start, stop) for start, stop in pairs if stop > start)
 
 
 def intersected(left: Intervals, right: Intervals) -> Intervals:
     """The positions in both."""
-    found, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if stop > start:
-            found.append((start, stop))
-        if left[i][1] <= right[j][1]:
-            i += 1
-        else:
-            j += 1
+    few, many = sorted((left, right), key=len)
+    found: list[tuple[int, int]] = []
+    for start, stop in few:
+        within = many[max(0, bisect_left(many, (start,)) - 1) : bisect_left(many, (stop,))]
+        if within and within[0][1] <= start:
+            within = within[1:]
+        if within:
+            first = len(found)
+            found += within
+            found[first] = max(start, found[first][0]), found[first][1]
+            found[-1] = found[-1][0], min(stop, found[-1][1])
     return tuple(found)
 
 
 def stretch_starts(prompt_len: int, intervals: Iterable[Intervals]) -> list[int]:
     """Where stretches of positions begin within which nothing changes: at the phases' first
     positions and at every edge of an interval."""
-    edges = {0, prompt_len}
-    for each in intervals:
-        for start, stop in each:
-            edges.update((start, stop))
+    edges = {0, prompt_len}.union(*map(chain.from_iterable, intervals))
     return sorted(edge for edge in edges if edge < END)
+
+
+def stretches_of(starts: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """`[positions]`, in which of the stretches that begin at `starts` each lies; -1 before all."""
+    if len(positions) <= _FEW:
+        return [bisect_right(starts, position) - 1 for position in positions]
+    found: list[int] = (np.searchsorted(starts, positions, side="right") - 1).tolist()
+    return found
+
+
+def covers_each(intervals: Intervals, positions: Sequence[int]) -> list[bool]:
+    """`[positions]`, whether each lies in any of the intervals."""
+    edges = list(chain.from_iterable(intervals))
+    return [stretch % 2 == 0 for stretch in stretches_of(edges, positions)]
+
+
+def columns_of(covered: Iterable[Sequence[bool]]) -> tuple[list[tuple[bool, ...]], list[int]]:
+    """The distinct columns of `[parts, positions]`, and which of them each position has."""
+    numbers: dict[tuple[bool, ...], int] = {}
+    columns = zip(*covered, strict=True)
+    kind_of = [numbers.setdefault(column, len(numbers)) for column in columns]
+    return list(numbers), kind_of
 
 
 def _criteria(given: Mapping[str, Any], name: str) -> Criteria:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,7 +9,14 @@ from typing import TypeAlias
 
 from tllm.spec.groups import GroupUse
 from tllm.spec.phases import SELECTED_PHASES, Phase
-from tllm.spec.selection import Criteria, Selection, stretch_starts
+from tllm.spec.selection import (
+    Criteria,
+    Selection,
+    columns_of,
+    covers_each,
+    negative_and_others,
+    stretch_starts,
+)
 
 Configuration: TypeAlias = tuple[str, ...]
 """Digests of the groups that apply to a token, in order: one row of the workers' tables."""
@@ -65,38 +70,50 @@ def steering_stretches(
         [use.positions.intervals(prompt_len, tokens, kind[0] if kind else None) for use in uses]
         for kind in kinds
     ]
-    edges = [[[e for pair in intervals for e in pair] for intervals in each] for each in where]
-
-    def configuration(kind: int, position: int) -> Configuration:
-        phase = "prefill" if position < prompt_len else "decode"
-        return tuple(
-            use.digest
-            for use, of_use in zip(uses, edges[kind], strict=True)
-            if use.phase in ("any", phase) and bisect_right(of_use, position) % 2
-        )
-
+    starts = stretch_starts(prompt_len, [each for of_kind in where for each in of_kind])
+    covered = [covers_each(each, starts) for of_kind in where for each in of_kind]
+    kinds_of_columns, kind_of = columns_of([[start >= prompt_len for start in starts], *covered])
+    told = [_applied(uses, kinds, column) for column in kinds_of_columns]
     stretches: Stretches = []
-    for start in stretch_starts(prompt_len, [each for of_kind in where for each in of_kind]):
-        applied: Configuration | TokenChoice = configuration(0, start)
-        if start >= prompt_len and len(kinds) > 1:
-            found = [configuration(number, start) for number in range(len(kinds))]
-            by_token = [
-                (token, of_kind)
-                for kind, of_kind in zip(kinds, found, strict=True)
-                if of_kind != found[0]
-                for token in kind
-            ]
-            if by_token:
-                applied = TokenChoice(tuple(sorted(by_token)), found[0])
-        if not stretches or stretches[-1][1] != applied:
-            stretches.append((start, applied))
+    for start, kind in zip(starts, kind_of, strict=True):
+        if not stretches or stretches[-1][1] != told[kind]:
+            stretches.append((start, told[kind]))
     return stretches
+
+
+def _applied(
+    uses: Sequence[GroupUse], kinds: Sequence[Sequence[int]], column: tuple[bool, ...]
+) -> Configuration | TokenChoice:
+    """What is done in a stretch.
+
+    Args:
+        kinds: of generated tokens, see `_kinds_of_tokens`.
+        column: whether it is of generated tokens; and, for each kind, which of the uses mean its
+            tokens.
+    """
+    generated, *meant = column
+    phase = "decode" if generated else "prefill"
+    found = [
+        tuple(
+            use.digest
+            for use, means in zip(uses, meant[first : first + len(uses)], strict=True)
+            if means and use.phase in ("any", phase)
+        )
+        for first in range(0, len(meant), len(uses))
+    ]
+    by_token = [
+        (token, configuration)
+        for kind, configuration in zip(kinds, found, strict=True)
+        if generated and configuration != found[0]
+        for token in kind
+    ]
+    return TokenChoice(tuple(sorted(by_token)), found[0]) if by_token else found[0]
 
 
 def configurations(stretches: Stretches) -> frozenset[Configuration]:
     """All configurations that a sequence may need; `()` where nothing is done."""
     found: set[Configuration] = set()
-    for _, applied in stretches:
+    for applied in {applied for _, applied in stretches}:
         found |= applied.configurations if isinstance(applied, TokenChoice) else {applied}
     return frozenset(found)
 
@@ -149,11 +166,18 @@ def _listed_together(
     """Of those that list positions, which one token may have together: at a position from the
     beginning, and at one from the end. How far these are apart nobody knows, but no position is
     two others that are counted from where it is."""
-    at: dict[int, list[int]] = defaultdict(list)
-    for number, use in enumerate(uses):
-        if _lists_positions(use.positions):
-            for position in set(use.positions.include.positions):
-                at[position].append(number)
-    front = {(), *(tuple(each) for position, each in at.items() if position >= 0)}
-    end = {(), *(tuple(each) for position, each in at.items() if position < 0)}
+    listed = {
+        number: negative_and_others(use.positions.include.positions)
+        for number, use in enumerate(uses)
+        if _lists_positions(use.positions)
+    }
+    found: list[set[tuple[int, ...]]] = []
+    for side in (1, 0):
+        at: dict[int, tuple[int, ...]] = {}
+        for number, positions in listed.items():
+            own = (number,)
+            for position in set(positions[side]):
+                at[position] = at.get(position, ()) + own
+        found.append({(), *at.values()})
+    front, end = found
     return front, end if phase == "prefill" else {()}  # the end is that of the prompt
