@@ -117,6 +117,11 @@ def test_a_direction_of_cast_is_added_where_its_block_begins(tmp_path: Path):
             {},
             "it is JSON with ['explained_variances', 'model_type']; what is read has 'directions'",
         ),
+        (
+            {"prefill_vectors": {}, "clamps": {}},
+            "specification in JSON goes to llm.steering.register_module(name, json.load(file)), or "
+            "to tllm serve --steering-module NAME=FILE.json",
+        ),
         ({"directions": {}}, "what is read has 'directions', vectors by layer"),
         ({"directions": {"-1": [1.0]}}, "its directions have the layer '-1'; layers count from 0"),
         ({"directions": {"1": ["x"]}}, "is not an array of"),

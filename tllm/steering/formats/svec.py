@@ -23,7 +23,9 @@ def read(path: Path) -> Contents:
     if not isinstance(directions, Mapping) or not directions:
         raise ValueError(
             f"it is JSON with {sorted(saved)}; what is read has 'directions', vectors by layer, as "
-            "activation-steering saves them (.svec)"
+            "activation-steering saves them (.svec). A module's specification in JSON goes to "
+            "llm.steering.register_module(name, json.load(file)), or to "
+            "tllm serve --steering-module NAME=FILE.json"
         )
     if wrong := [name for name in directions if not name.isdecimal()]:
         raise ValueError(f"its directions have the layer {wrong[0]!r}; layers count from 0")
