@@ -370,6 +370,10 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             sweep.heatmap(tmp_path / "no.png", **arguments)
+    with pytest.raises(ValueError, match=r"no.svg': a heatmap's name ends in .png, .jpg"):
+        sweep.heatmap(tmp_path / "no.svg")
+    sweep.heatmap(tmp_path / "one.pdf", pair=1)
+    assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
     uneven = dataclasses.replace(sweep, tokens=((7, 8), (7, 8, 9)))
     with pytest.raises(ValueError, match=r"different numbers of tokens.*give pair=, from 0 to 1"):
         uneven.heatmap(tmp_path / "no.png")

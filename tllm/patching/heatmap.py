@@ -14,6 +14,8 @@ from tllm.patching.metrics import FloatArray
 _CELL, _MARGIN, _TEXT = 28, 12, 13
 _NEGATIVE, _NONE, _POSITIVE = np.array([[33, 102, 172], [247, 247, 247], [178, 24, 43]], float)
 _LACKING = (220, 220, 220)
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".pdf")
+"""Of the formats that Pillow writes such a picture in."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class Heatmap:
         return x, self._top(hook) + layer * _CELL + _CELL // 2
 
     def save(self, path: Path) -> None:
-        """Write it, in the format of the path's ending."""
+        """Write it, in the format of the path's ending. Raises `ValueError` for one in which it is
+        not written."""
+        if path.suffix.lower() not in _ENDINGS:
+            raise ValueError(f"path={str(path)!r}: a heatmap's name ends in {', '.join(_ENDINGS)}")
         try:
             from PIL import Image, ImageDraw, ImageFont
         except ImportError:

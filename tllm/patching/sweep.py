@@ -146,10 +146,12 @@ class Sweep:
         pair: int | None = None,
         labels: Sequence[str] | None = None,
     ) -> None:
-        """Draw a PNG: layers from top to bottom, positions from left to right, a part for each hook
-        point, or for each head. Heads whose positions were patched together are from left to right.
+        """Draw a picture: layers from top to bottom, positions from left to right, a part for each
+        hook point, or for each head. Heads whose positions were patched together are from left to
+        right.
 
         Args:
+            path: its ending says in which format, such as `.png`, `.jpg`, `.webp` or `.pdf`.
             metric: the first one by default.
             pair: which pair of prompts; None: the mean of all. They have to have as many tokens, or
                 all positions have to count from the end.
