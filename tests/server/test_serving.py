@@ -856,6 +856,16 @@ def test_modules_come_and_go(server):
     assert "comes" in server.get("/v1/steering/modules").json()
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).is_success
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).status_code == 404
+    both = {
+        "prefill_vectors": spec,
+        "clamps": {"post_block": {"1": {"vector": [1.0] * 128, "value": 0.5}}},
+    }
+    assert server.post("/v1/steering/modules/register", {"name": "both", "spec": both}).is_success
+    assert server.get("/v1/steering/modules").json()["both"].keys() == both.keys()
+    answer = server.post("/v1/steering/modules/register", {"name": "both", **both})
+    assert answer.status_code == 400
+    assert "clamps, prefill_vectors was given beside the name; put what" in answer.text
+    assert server.post("/v1/steering/modules/unregister", {"name": "both"}).is_success
     for name in ("", "  ", "a\0b", 257 * "a"):
         answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})
         assert answer.status_code == 400

@@ -4,13 +4,14 @@ fetched by reference, and sweeps."""
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tllm.consumers.esamp import ESampConsumer
 from tllm.engine.handlers import engine_metrics
@@ -19,6 +20,7 @@ from tllm.server.metrics import exposition
 from tllm.server.patch_sweeps import SweepBody
 from tllm.server.state import ServerState, state_of
 from tllm.server.strict_body import StrictBody, StrictRoute
+from tllm.spec.tiers import TIER_FIELDS
 
 Vectors = Annotated[
     dict[str, Any] | None,
@@ -29,6 +31,7 @@ Vectors = Annotated[
 ]
 
 
+_OF_MODULES = (*TIER_FIELDS, "positions")
 _NAME = "1 to 256 printable characters, without spaces at the ends."
 
 
@@ -49,7 +52,21 @@ class ModuleBody(StrictBody):
     """A steering module: its name, and what it does."""
 
     name: str = Field(description=_NAME)
-    spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
+    spec: Any = Field(
+        description="What `llm.steering.register_module` takes, and the JSON file of "
+        "`--steering-module`: vectors, or an object with any of "
+        f"{', '.join(f'`{field}`' for field in _OF_MODULES)}."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_beside(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and (beside := sorted(given.keys() & {*_OF_MODULES})):
+            raise ValueError(
+                f"{', '.join(beside)} was given beside the name; put what the module does into "
+                f'spec: {{"name": ..., "spec": {{"{beside[0]}": ...}}}}'
+            )
+        return given
 
 
 class RegisteredName(StrictBody):
