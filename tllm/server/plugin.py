@@ -72,7 +72,7 @@ class InterventionPlugin:
             setattr(state, door, Door(handler, interventions, settings, files, live, limits))
         if doors:  # a request may name a module
             state.openai_serving_models = ListedModels(state.openai_serving_models, interventions)
-        check_pooled(vars(state)["_state"].values(), check_steered)
+        check_pooled((state[name] for name in state), check_steered)
 
 
 async def _register(interventions: Attached, name: str, path: str) -> None:
