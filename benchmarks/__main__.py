@@ -1,4 +1,7 @@
-"""`python -m benchmarks NAME...`: measure, and write `benchmarks/results/NAME.json`."""
+"""`python -m benchmarks NAME...`: measure, and write `benchmarks/results/NAME.json`.
+
+`python -m benchmarks host` and `engine-host` are `benchmarks.host` and `benchmarks.engine_host`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import datetime
 import json
 import platform
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from itertools import chain, groupby
 from pathlib import Path
+from runpy import run_module
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +30,9 @@ from benchmarks.layout import LAYOUTS
 from benchmarks.load import CORES, NEIGHBOURS
 from benchmarks.pairs import engines, measure, step_costs
 from benchmarks.workload import BENCHMARKS, Benchmark
+
+_ALONE = {"host": "benchmarks.host", "engine-host": "benchmarks.engine_host"}
+"""Measurements that have options of their own, and no pair of engines."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -250,4 +258,8 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if module := _ALONE.get("".join(sys.argv[1:2])):
+        del sys.argv[1]
+        run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        typer.run(main)
