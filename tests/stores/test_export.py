@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tests.stores.samples import record_of
 from tllm import stores
 from tllm.stores import Record, RecordMeta, Rows, Store, StoreError, StoreWriter, export
+from tllm.stores.export import ExportFormat
 
 
 @pytest.fixture
@@ -98,6 +100,27 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_done(store: Store, tmp_
     with pytest.raises(StoreError, match="is gone"):
         export(stores.open(tmp_path / "store"), tmp_path / "other", "parquet")
     assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["parquet", "npz", "safetensors"])
+def test_an_array_that_cannot_be_written_leaves_no_files_of_others(
+    tmp_path: Path, format: ExportFormat
+) -> None:
+    """Those before it were there, and looked like an export."""
+    record = record_of("r", layers=2, rows=4)
+    key = ("post_block", 1)
+    long = Rows(torch.randn(20000, 16), torch.arange(20000))
+    with StoreWriter(tmp_path / "store") as writer:
+        writer.submit(Record(record.meta, {**record.arrays, key: long}))
+    store = stores.open(tmp_path / "store")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export(store, tmp_path / "out", format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_records_that_differ_in_one_array_leave_no_files_of_others(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 import tllm
 from tllm.cli import values
-from tllm.cli.console import output_console
+from tllm.cli.console import Commands, output_console
 from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_model, check_there, check_writable, missing_here
 from tllm.cli.store import app as store_app
@@ -20,7 +20,10 @@ from tllm.cli.vllm_help import ServeCommand
 from tllm.spec.layers import Layers
 
 app = typer.Typer(
-    help="tLLM: interventions for vLLM.", no_args_is_help=True, pretty_exceptions_enable=False
+    cls=Commands,
+    help="tLLM: interventions for vLLM.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(store_app, name="store")
 

@@ -39,8 +39,8 @@ def export(
     - `safetensors`: tensors `rows` (as stored), `positions`, `records` (int64), and beside it a
       JSON file with `request_id`, `tag` and `sample_index` of each number in `records`.
 
-    Rows are copied batch by batch; a file appears under its name when it is whole. Where records
-    differ in the model, reduction, dtype or width of any array, nothing is written.
+    Rows are copied batch by batch; the files appear under their names when all are whole. Where
+    records differ in the model, reduction, dtype or width of any array, nothing is written.
 
     Returns:
         The files, without the JSON files.
@@ -66,17 +66,19 @@ def export(
         store.stream(*key, rows=_BATCH_ROWS)
     folder.mkdir(parents=True, exist_ok=True)
     names = _Names(store)
-    for key, target in targets.items():
-        staged = folder / f".{target.name}.{os.getpid()}"
-        remove(staged)
-        try:
-            _WRITERS[format](store.stream(*key, rows=_BATCH_ROWS), names, staged)
+    staged = {target: folder / f".{target.name}.{os.getpid()}" for target in written}
+    try:
+        for key, target in targets.items():
+            remove(staged[target])
+            _WRITERS[format](store.stream(*key, rows=_BATCH_ROWS), names, staged[target])
             if format == "safetensors":
-                write_file(_names_beside(target), names.to_json(), sync=False)
-            os.replace(staged, target)
-        except BaseException:
-            remove(staged)
-            raise
+                write_file(staged[_names_beside(target)], names.to_json(), sync=False)
+        for target, whole in staged.items():
+            os.replace(whole, target)
+    except BaseException:
+        for part in staged.values():
+            remove(part)
+        raise
     return list(targets.values())
 
 
