@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import types
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +17,7 @@ def interpret_faster() -> None:
     """Find out once what is the same each time. What kernels compute stays as it is."""
     _put_language_once()
     _call_builtins_directly()
+    _launch_quickly()
     _make_tensors_quickly()
     _check_equal_types_quickly()
 
@@ -69,39 +69,64 @@ def _call_builtins_directly() -> None:
     interpreter._patch_attr = put_function
 
 
+def _launch_quickly() -> None:
+    """The parameters of a function are found once."""
+    read = types.SimpleNamespace(**vars(inspect))
+    read.getfullargspec = cache(inspect.getfullargspec)
+    read.get_annotations = cache(inspect.get_annotations)
+    interpreter.inspect = read
+
+
 def _make_tensors_quickly() -> None:
-    """What follows from a type is found once for it."""
+    """What follows from a type or a shape is found once for it."""
     of_a_scalar, of_any = cache(interpreter._get_np_dtype), interpreter._get_np_dtype
-    unwrap = tl.core._unwrap_if_constexpr
-    no_sizes = tl.constexpr(1), tl.tuple([])
+    unwrap, no_sizes = tl.core._unwrap_if_constexpr, (tl.constexpr(1), tl.tuple([]))
+    make_type, check_size = tl.block_type.__init__, interpreter.TensorHandle.__post_init__
+    equal, policy = tl.dtype.__eq__, cache(tl.core._normalize_cache_policy)
+    of_shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        known = of_shapes.get(tuple(shape))
+        if known is None:
+            make_type(self, element_ty, shape)
+            known = of_shapes[tuple(self.shape)] = {**vars(self), "name": "a block"}
+            sizes = tl.tuple([tl.constexpr(size) for size in self.shape])
+            known["sizes_of_tensors"] = tl.constexpr(self.numel), sizes
+        vars(self).update(known)
+        self.element_ty = element_ty
 
     def init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        if not type.is_block():
-            self.numel, self.shape = no_sizes
-            return
-        sizes = vars(type).get("sizes_of_tensors")
-        if sizes is None:
-            sizes = (
-                tl.constexpr(math.prod(type.shape)),
-                tl.tuple([tl.constexpr(size) for size in type.shape]),
-            )
-            type.sizes_of_tensors = sizes
-        self.numel, self.shape = sizes
+        self.numel, self.shape = type.sizes_of_tensors if type.is_block() else no_sizes
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not (dtype.is_ptr() or data.itemsize * 8 <= dtype.primitive_bitwidth):
+            check_size(self)
 
     def unwrapped(value: Any) -> Any:
         if value.__class__ is tl.constexpr:
             return value.value
         return unwrap(value) if isinstance(value, list | tuple | tl.tuple) else value
 
-    interpreter._get_np_dtype = lambda of: of_a_scalar(of) if type(of) is tl.dtype else of_any(of)
+    def np_dtype(of: Any) -> Any:
+        of = of.scalar if type(of) is tl.block_type else of
+        return of_a_scalar(of) if type(of) is tl.dtype else of_any(of)
+
+    interpreter._get_np_dtype = np_dtype
+    interpreter.TensorHandle.__init__ = init_handle
+    tl.block_type.__init__ = init_type
+    tl.block_type.__str__ = lambda self: f"<{self.shape}, {self.element_ty}>"
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     tl.tensor.__init__ = init
+    tl.core._normalize_cache_policy = policy
     tl.core._unwrap_if_constexpr = unwrapped
 
 
 def _check_equal_types_quickly() -> None:
-    """Two tensors of one type need no conversion."""
+    """Two tensors of one type need no conversion, and of one shape no other."""
     check = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
     signature = list(inspect.signature(check).parameters)
     assert signature[-1] == "div_or_mod", signature
 
@@ -109,11 +134,16 @@ def _check_equal_types_quickly() -> None:
         alike = (
             lhs.__class__ is tl.tensor
             and rhs.__class__ is tl.tensor
-            and lhs.type == rhs.type
+            and (lhs.type is rhs.type or lhs.type == rhs.type)
             and not lhs.dtype.is_ptr()
         )
         if alike and len(args) < 4 and not kwargs.get("div_or_mod"):
             return lhs, rhs
         return check(self, lhs, rhs, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        alike = vars(lhs.type).get("shape") is vars(rhs.type).get("shape")
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
     TritonSemantic.binary_op_type_checking_impl = checked
+    TritonSemantic.broadcast_impl_value = broadcasted
