@@ -18,6 +18,9 @@ LEAVES_S = 30.0
 
 TESTS = Path(__file__).parent
 
+TLLM = Path(sys.executable).with_name("tllm")
+"""The installed command, which is a script."""
+
 
 def python_path() -> dict[str, str]:
     """The environment of a process that imports tLLM and these tests."""
@@ -105,13 +108,23 @@ def run_script(
             warnings.warn(f"run again: {hung}", stacklevel=2)
 
 
-def _wait_for(process, name, log, timeout):
+def run_command(script, *arguments, log, environment, timeout=300, cwd=None):
+    """The exit status of `python SCRIPT ARGUMENTS`, and what it printed; else as `run_script`."""
+    process = script_process(script, *arguments, log=log, environment=environment, cwd=cwd)
+    process.start()
+    _wait_for(process, script, log, timeout, fails=True)
+    return process.exitcode, log.read_text()
+
+
+def _wait_for(process, name, log, timeout, fails=False):
+    """`fails`: whether it may."""
     process.join(timeout)
     if process.exitcode is None:
         _abort(process.pid)
         process.join()
         raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}")
-    assert process.exitcode == 0, f"{name} ended with status {process.exitcode}:\n{_end_of(log)}"
+    status = process.exitcode
+    assert fails or status == 0, f"{name} ended with status {status}:\n{_end_of(log)}"
     deadline = time.monotonic() + LEAVES_S
     while _is_there(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from child_process import TLLM, run_command, script_process
 from engine.asking import error_of, prompts_of
 from rich.console import Console
 from tiny_engines import SHARE
@@ -25,7 +24,6 @@ from tllm.engine.tokenizer import encoded, tokenizer_of
 from tllm.stores.writer_root import owner_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
-TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
     **SHARE,
     "skip_tokenizer_init": True,
@@ -68,16 +66,19 @@ def here(invoke):
     return call
 
 
-def as_a_user(arguments):
+@pytest.fixture
+def as_a_user(tmp_path):
     """The same of the installed command."""
-    environment = os.environ | {"COLUMNS": "120"}
-    done = subprocess.run(
-        [TLLM, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    return done.returncode, re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
+
+    def call(arguments):
+        log, environment = tmp_path / "log", {"COLUMNS": "120"}
+        status, text = run_command(TLLM, *arguments, log=log, environment=environment)
+        return status, re.sub(r"[\s│]+", " ", text)
+
+    return call
 
 
-def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
+def test_a_job_goes_on_where_it_stopped(here, as_a_user, arguments, truth, tmp_path):
     prompts = prompts_of([9, 20, 5, 13, 7])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
     options = ("--hooks", "post_block:1", "--hooks", "mlp_out:0,-1", "--tag", "run")
@@ -180,17 +181,19 @@ def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, argume
     prompts = prompts_of([5 + number % 20 for number in range(400)])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
     given = arguments(lines, "--hooks", "post_block:1", "--batch", "1")
-    run = subprocess.Popen([TLLM, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = script_process(TLLM, *given, log=tmp_path / "log", environment={})
+    run.start()
     store = tmp_path / "store"
-    while run.poll() is None and not any(store.glob("writers/*/sharded/*.jsonl")):
+    while run.exitcode is None and not any(store.glob("writers/*/sharded/*.jsonl")):
         time.sleep(0.01)
-    run.send_signal(signal.SIGSTOP)  # it is not done before it is told
+    os.kill(run.pid, signal.SIGSTOP)  # it is not done before it is told
     status, text = here(given)
     assert status == 2
     assert f"out '{store}' is written into by process " in text
-    run.send_signal(signal.SIGTERM)
-    run.send_signal(signal.SIGCONT)
-    assert run.wait(60) == 128 + signal.SIGTERM
+    os.kill(run.pid, signal.SIGTERM)
+    os.kill(run.pid, signal.SIGCONT)
+    run.join(60)
+    assert run.exitcode == 128 + signal.SIGTERM
     assert not any(owner_of(store, folder.name) for folder in store.glob("writers/*"))
     status, text = here(given)
     assert status == 0, text

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from child_process import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,19 +15,14 @@ _HARNESS = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
 
 
 @pytest.fixture
-def run() -> Callable[..., str]:
-    """`run(*command)`: its output; fails the test when the command fails."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """`run(script, *arguments)`: the exit status of a Python script, and what it printed. It runs
+    in a process of its own, which has vLLM imported already."""
+    for name in _HARNESS:
+        monkeypatch.delenv(name, raising=False)
 
-    def call(*command: str | Path) -> str:
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name not in _HARNESS},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+    def call(script: Path, *arguments: str | Path, **environment: str) -> tuple[int, str]:
+        log = tmp_path / "log"
+        return run_command(script, *arguments, log=log, environment=environment, cwd=ROOT)
 
     return call

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import TLLM
 from client.tiny_models import save_cross_encoder
 from packaging.version import Version
 from typer.testing import CliRunner
@@ -131,17 +129,12 @@ def test_a_plugin_list_without_tllm_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs vLLM's V2 runner")
-def test_a_model_runner_that_does_not_run_here_is_wrong() -> None:
+def test_a_model_runner_that_does_not_run_here_is_wrong(run: Callable[..., Any]) -> None:
     """It was a traceback, or with a model the advice to try vLLM alone."""
-    done = subprocess.run(  # vLLM keeps its variables as they were when its first engine started
-        [sys.executable, "-c", "from tllm.cli import app; app()", "doctor", "--model", DEMO_MODEL],
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1", "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    told = done.stdout + done.stderr
+    wanted = {"VLLM_USE_V2_MODEL_RUNNER": "1", "COLUMNS": "300"}
+    # vLLM keeps its variables as they were when its first engine started.
+    status, told = run(TLLM, "doctor", "--model", DEMO_MODEL, **wanted)
+    assert status == 1
     assert "VLLM_USE_V2_MODEL_RUNNER=1: Value error, Model Runner V2 requires Triton." in told
     assert "fix: unset VLLM_USE_V2_MODEL_RUNNER" in told
     assert "Traceback" not in told

@@ -34,7 +34,7 @@ def test_a_path_without_a_model_is_refused_as_that(invoke, tmp_path, command):
     assert not out.exists()
 
 
-def test_a_name_that_is_no_folder_either_is_said_to_be_none(invoke):
+def test_a_name_that_is_no_folder_either_is_said_to_be_none(invoke, forked_processes):
     status, _, error = invoke("verify", "no/model")
     assert status == 2
     assert "not verified (there is no such folder here):" in error

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,5 +116,7 @@ def test_the_starter_answers_and_trains(capfd: pytest.CaptureFixture[str]) -> No
     assert_trained(capfd.readouterr().out)
 
 
-def test_as_a_user_runs_it_with_a_seed_for_each_request(run: Callable[..., str]) -> None:
-    assert_trained(run(sys.executable, "starter.py", *FLAGS.split(), "--seed-mode", "per-request"))
+def test_as_a_user_runs_it_with_a_seed_for_each_request(run: Callable[..., Any]) -> None:
+    status, text = run(ROOT / "starter.py", *FLAGS.split(), "--seed-mode", "per-request")
+    assert status == 0, text
+    assert_trained(text)

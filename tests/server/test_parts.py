@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from server.conftest import Server
+from server.counting import another
 from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -594,20 +594,12 @@ def test_rows_of_prompts_that_are_embeddings_are_counted(tmp_path):
 
 def test_requests_in_flight_are_counted_over_all_processes(tmp_path):
     limits = limited(tmp_path, requests=3)
-    other = (
-        "import sys; from pathlib import Path; from tllm.server.limits import *;"
-        "limits = LimitsByKey(parse_limits({'keys': {'k1': {}}}), Path(sys.argv[1]));"
-        "limits.begin(1, {'capture': {}}); print('begun', flush=True); input()"
-    )
-    command = [sys.executable, "-c", other, str(tmp_path / "in-flight")]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout.readline() == "begun\n"
+    with another({"keys": {"k1": {}}}, tmp_path / "in-flight", {"capture": {}}):
         ends = [limits.begin(1, {"capture": {}}) for _ in range(2)]
         with pytest.raises(FieldError, match="3 requests with interventions") as refusal:
             limits.begin(1, {"capture": {}})
         assert refusal.value.status == 429
         limits.begin(0, {"capture": {}})  # somebody else
-        process.kill()
     ends.append(limits.begin(1, {"capture": {}}))  # what it had is gone with it
     for end in ends:
         end()
@@ -629,28 +621,18 @@ def test_requests_are_counted_though_somebody_cleaned_up_the_folder(tmp_path):
 def test_a_way_of_steering_is_one_in_all_processes(tmp_path):
     way = {"steering_vectors": {"post_block": {"1": [1.0]}}}
     limits = limited(tmp_path, configurations=2)
-    other = (
-        "import json, sys; from pathlib import Path; from tllm.server.limits import *;"
-        "given = {'keys': {'k1': {'configurations': 2}}};"
-        "limits = LimitsByKey(parse_limits(given), Path(sys.argv[1]));"
-        "end = limits.begin(1, json.loads(sys.argv[2])); print('begun', flush=True); input();"
-        "end(); print('ended', flush=True); input()"
-    )
     folder = tmp_path / "in-flight"
     (folder / ".nfs0000000001").touch()  # as a file system leaves of a file that somebody has open
-    command = [sys.executable, "-c", other, str(folder), json.dumps(way)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout.readline() == "begun\n"
+    with another({"keys": {"k1": {"configurations": 2}}}, folder, way) as other:
         end = limits.begin(1, way)
         assert limits._counts.totals(1) == (2, 1)
-        another = {"steering_vectors": {"post_block": {"1": [2.0]}}}
-        limits.begin(1, another)()
-        print(file=process.stdin, flush=True)
-        assert process.stdout.readline() == "ended\n"
+        other_way = {"steering_vectors": {"post_block": {"1": [2.0]}}}
+        limits.begin(1, other_way)()
+        other.send("end")
+        assert other.recv() == "ended"
         assert limits._counts.totals(1) == (1, 1)
         end()
         assert limits._counts.totals(1) == (0, 0)
-        process.kill()
 
 
 def test_ways_of_steering_in_flight_are_distinct_ones(tmp_path):

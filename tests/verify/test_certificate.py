@@ -30,6 +30,8 @@ from tllm.verify.steered import Steered
 from tllm.verify.tolerance import Tolerance
 from tllm.verify.verifier import Verifier
 
+pytestmark = pytest.mark.usefixtures("forked_processes")  # for that of plain `transformers`
+
 POINTS = ("attn_out", "post_block", "lm_head_in")
 
 
