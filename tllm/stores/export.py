@@ -18,9 +18,9 @@ import torch
 from tllm.spec.reading import require_one_of
 from tllm.stores.batches import Batches
 from tllm.stores.error import StoreError
-from tllm.stores.files import remove, write_file
 from tllm.stores.format import as_bytes, canonical_json, dtype_name, to_numpy
 from tllm.stores.payload import PayloadFile
+from tllm.stores.publish import remove, write_file
 from tllm.stores.reader import Store
 
 ExportFormat = Literal["parquet", "npz", "safetensors"]

@@ -18,12 +18,17 @@ from typing import Any
 from tllm.stores.error import StoreError
 from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
 from tllm.stores.ledger import Claim, Ledger, known_records
-from tllm.stores.publish import Publisher, Publishing, ShardPublisher
+from tllm.stores.publish import (
+    Publisher,
+    Publishing,
+    ShardPublisher,
+    SinglePublisher,
+    remove_replaced,
+)
 from tllm.stores.queue import Barrier, Intake, SpillFile, closed_error
 from tllm.stores.record import Record, RecordMeta, checked_arrays
 from tllm.stores.record_stream import RecordStream
 from tllm.stores.recording import Published, QueuedRows, Recording
-from tllm.stores.single_publisher import SinglePublisher, remove_replaced
 from tllm.stores.writer_options import WriterOptions
 from tllm.stores.writer_root import open_root
 

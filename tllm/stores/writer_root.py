@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError, WriterInUseError, describe
-from tllm.stores.files import make_folder, remove, sync_folder, write_file
 from tllm.stores.format import MARKER, WRITERS, WriterPaths, marker_text, require_marker
+from tllm.stores.publish import make_folder, remove, sync_folder, write_file
 from tllm.stores.writer_options import WriterOptions
 
 
