@@ -11,12 +11,10 @@ from tllm.stores.format import Layout
 from tllm.stores.reader import Store
 from tllm.stores.reader import open_store as open
 from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows, StackedRows
-from tllm.stores.record_stream import RecordStream
-from tllm.stores.recording import Published
+from tllm.stores.recording import Published, RecordStream
 from tllm.stores.stored_record import StoredRecord
 from tllm.stores.verify import Problem, Verification
-from tllm.stores.writer import StoreWriter, WriterStats
-from tllm.stores.writer_options import WriterOptions
+from tllm.stores.writer import StoreWriter, WriterOptions, WriterStats
 
 __all__ = [
     "ArrayKey",

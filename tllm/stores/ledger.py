@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError
 from tllm.stores.format import Identity, WriterPaths
 from tllm.stores.record import RecordMeta
 from tllm.stores.recording import Published
-from tllm.stores.writer_options import OnCollision
+
+OnCollision = Literal["error", "overwrite", "suffix", "skip"]
+"""See `WriterOptions`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.error import StoreError
 from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
-from tllm.stores.ledger import Claim, Ledger, known_records
+from tllm.stores.ledger import Claim, Ledger, OnCollision, known_records
 from tllm.stores.publish import (
     Publisher,
     Publishing,
@@ -25,17 +27,79 @@ from tllm.stores.publish import (
     SinglePublisher,
     remove_replaced,
 )
-from tllm.stores.queue import Barrier, Intake, SpillFile, closed_error
+from tllm.stores.queue import Barrier, Intake, Overflow, SpillFile, closed_error
 from tllm.stores.record import Record, RecordMeta, checked_arrays
-from tllm.stores.record_stream import RecordStream
-from tllm.stores.recording import Published, QueuedRows, Recording
-from tllm.stores.writer_options import WriterOptions
+from tllm.stores.recording import Published, QueuedRows, Recording, RecordStream
 from tllm.stores.writer_root import open_root
 
 logger = logging.getLogger(__name__)
 
 
 _BLOCK_BYTES = 8 << 20
+
+Durability = Literal["rename", "fsync"]
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """How a `StoreWriter` writes. Raises `ValueError` naming what is not allowed.
+
+    Attributes:
+        layout: `sharded` (many records a file), `packed` (a file a record), or `per_file` (a file
+            a record, hook point and layer).
+        durability: `rename` survives the death of the process; `fsync` also that of the machine.
+        threads: of this writer.
+        on_collision: when a record of the same tag, request id and sample exists: `error` refuses
+            the new one, `skip` leaves it out without an error, `overwrite` replaces the old one,
+            `suffix` keeps both.
+        max_bytes: of rows and positions that this writer may leave under the root, those of its
+            earlier runs included; None for no limit. Records that would exceed it are refused, and
+            streams lose the rows beyond it.
+        shard_bytes: a shard is published when it has that much.
+        queue_bytes: of rows in memory, submitted and not written.
+        overflow: when they are reached: `block` makes the caller wait, `drop` loses the rows,
+            `spill` keeps them in a nameless file until it has `spill_bytes`, and then loses them.
+            Whatever is lost is counted and marked.
+        spill_bytes: for `spill`.
+        spill_folder: for `spill`; by default the writer's own folder. Better on another disk.
+        publish_interval: seconds after which a shard is published though it is not full.
+    """
+
+    layout: Layout = "sharded"
+    durability: Durability = "rename"
+    threads: int = 2
+    on_collision: OnCollision = "error"
+    max_bytes: int | None = None
+    shard_bytes: int = 256 << 20
+    queue_bytes: int = 512 << 20
+    overflow: Overflow = "block"
+    spill_bytes: int = 8 << 30
+    spill_folder: str | os.PathLike[str] | None = None
+    publish_interval: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check each."""
+        for name, allowed in (
+            ("layout", Layout),
+            ("durability", Durability),
+            ("on_collision", OnCollision),
+            ("overflow", Overflow),
+        ):
+            require_one_of(name, getattr(self, name), allowed)
+        for name in ("threads", "shard_bytes", "queue_bytes", "spill_bytes", "max_bytes"):
+            value = getattr(self, name)
+            if value is None and name == "max_bytes":
+                continue
+            whole_number(value, f"{name}=", 1)
+        interval = self.publish_interval
+        if (
+            isinstance(interval, bool)
+            or not isinstance(interval, (int, float))
+            or not 0 < interval < threading.TIMEOUT_MAX
+        ):
+            raise ValueError(f"publish_interval={interval!r} must be a time above 0, in s")
+        if self.spill_folder is not None and not isinstance(self.spill_folder, (str, os.PathLike)):
+            raise ValueError(f"spill_folder={self.spill_folder!r} is not allowed; give a path")
 
 
 @dataclass(frozen=True)
@@ -113,7 +177,13 @@ class StoreWriter:
         self.layout: Layout = chosen.layout
         self.paths = WriterPaths(root_path(root), writer_id)
         self._options = chosen
-        self._lock_fd, catalog, spill_place = open_root(self.paths, chosen)
+        folder = chosen.spill_folder
+        spill_place = self.paths.staging if folder is None else Path(folder)
+        self._lock_fd, catalog = open_root(
+            self.paths,
+            sync=chosen.durability == "fsync",
+            spill_place=spill_place if chosen.overflow == "spill" else None,
+        )
         known = known_records(self.paths, catalog)
         self._ledger = Ledger(chosen.on_collision, known, catalog.record_ids())
         self._spent = catalog.bytes_of(writer_id)
@@ -192,7 +262,7 @@ class StoreWriter:
                     self._streams.pop(stream, None)
             return error
 
-        stream = RecordStream(recording.meta if recording else meta, future, recording, put)
+        stream = RecordStream(meta, future, recording, put)
         if recording is not None:
             with self._lock:
                 closed = self._closed

@@ -13,32 +13,33 @@ from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError, WriterInUseError, describe
 from tllm.stores.format import MARKER, WRITERS, WriterPaths, marker_text, require_marker
 from tllm.stores.publish import make_folder, remove, sync_folder, write_file
-from tllm.stores.writer_options import WriterOptions
 
 
-def open_root(paths: WriterPaths, options: WriterOptions) -> tuple[int, Catalog, Path]:
+def open_root(paths: WriterPaths, *, sync: bool, spill_place: Path | None) -> tuple[int, Catalog]:
     """Lock the writer's folder and see what is there.
 
+    Args:
+        sync: wait for the device.
+        spill_place: the folder to spill to, if it will be.
+
     Returns:
-        The lock's file descriptor, all records under the root, and the folder to spill to.
+        The lock's file descriptor, and all records under the root.
     """
-    root, sync = paths.root, options.durability == "fsync"
-    with _opening(root), contextlib.ExitStack() as undo:
-        lock = _lock(paths, sync)
-        undo.callback(os.close, lock)
-        remove(paths.staging)
-        paths.staging.mkdir()
-        _write_marker(paths, sync)
-        catalog = Catalog.read(root)
-        _remove_unpublished(paths)
+    with contextlib.ExitStack() as undo:
+        with _opening(paths.root):
+            lock = _lock(paths, sync)
+            undo.callback(os.close, lock)
+            remove(paths.staging)
+            paths.staging.mkdir()
+            _write_marker(paths, sync)
+            catalog = Catalog.read(paths.root)
+            _remove_unpublished(paths)
+        if spill_place is not None and not os.access(spill_place, os.W_OK | os.X_OK):
+            raise PermissionError(
+                errno.EACCES, f"spill_folder={str(spill_place)!r} cannot be written; give another"
+            )
         undo.pop_all()
-    spill = Path(options.spill_folder) if options.spill_folder is not None else paths.staging
-    if options.overflow == "spill" and not os.access(spill, os.W_OK | os.X_OK):
-        os.close(lock)
-        raise PermissionError(
-            errno.EACCES, f"spill_folder={str(spill)!r} cannot be written; give another"
-        )
-    return lock, catalog, spill
+    return lock, catalog
 
 
 @contextlib.contextmanager
