@@ -12,8 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tllm import LLM, SamplingParams
 from tllm.engine.bulk import Bulk, BulkInputs
-from tllm.logprobs.addresses import Address, Addresses
-from tllm.logprobs.arena import Arena
+from tllm.logprobs.arena import Address, Addresses, Arena
 from tllm.logprobs.query import WHOLE
 from tllm.logprobs.transport import CONSUMER
 

@@ -19,9 +19,8 @@ import torch
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger, Capacity
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
-from tllm.logprobs.addresses import Addresses
-from tllm.logprobs.arena import Arena
-from tllm.logprobs.bulk_turns import address_of
+from tllm.logprobs.arena import Addresses, Arena
+from tllm.logprobs.kept import KeptRequest
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
 from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
 from tllm.ports import PortBundle, RequestInfo, RowMeta
@@ -239,17 +238,17 @@ def test_an_address_is_told_once_and_again_when_there_are_more_files():
 
 def test_a_lane_for_which_there_is_no_other_address_keeps_its_own(monkeypatch):
     """An entry that was given back twice would be two lanes'."""
-    lane, arena, narrow = SimpleNamespace(address=None), Arena(100, 2**20), Arena(8, 2**20)
+    lane, arena, narrow = KeptRequest(None, None, ()), Arena(100, 2**20), Arena(8, 2**20)
     addresses = Addresses()
-    address = address_of(lane, arena, addresses)
+    address = lane.address_in(arena, addresses)
     taken = [addresses.free.pop() for _ in range(len(addresses.free))]
 
     def no_room(rows, width):
         raise OSError("no room")
 
     monkeypatch.setattr(SharedRows, "create", no_room)
-    assert address_of(lane, narrow, addresses) is None
-    assert address_of(lane, arena, addresses) is address
+    assert lane.address_in(narrow, addresses) is None
+    assert lane.address_in(arena, addresses) is address
     address.give_back()
     free = [(id(table), entry) for table, entry in [*addresses.free, *taken]]
     assert len(free) == len(set(free))

@@ -15,7 +15,7 @@ from vllm.inputs import tokens_input
 from tllm.client.llm import AsyncLLM
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
 from tllm.engine.verdicts import check_goes_on
-from tllm.logprobs.addresses import Address
+from tllm.logprobs.arena import Address, Addresses, Arena
 
 
 class LaneClosedError(RuntimeError):
@@ -32,7 +32,7 @@ class KeptRequest:
     Attributes:
         tokens: how many it has.
         open: whether it takes turns.
-        version: of `Versions` when it began.
+        version: of what answers depend on (`Versions`), when it began.
         holders: the lanes that are at its last token.
         output: the last one; once `ended` is set, with the consumers' results.
         last_used: the loop's time of its last turn's end.
@@ -109,6 +109,19 @@ class KeptRequest:
         """
         self.tokens += tokens
         self._lost = lost
+
+    def address_in(self, arena: Arena, addresses: Addresses) -> Address | None:
+        """Where a worker looks up the places of its results; None without room for a table."""
+        address = self.address
+        if address is None or address.arena is not arena:
+            try:
+                other = addresses.take(arena)
+            except OSError:
+                return None  # it keeps the one that it has
+            if address is not None:
+                address.give_back()
+            address = self.address = other
+        return address
 
     def end_turn(self, now: float) -> None:
         """What comes after the tokens was computed, at a time of the loop."""

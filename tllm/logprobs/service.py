@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 from weakref import WeakSet
 
@@ -19,13 +20,11 @@ from tllm.engine.bulk import BulkItem
 from tllm.engine.processes import gone, processes_of
 from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.arena import Arena, arrived
-from tllm.logprobs.bulk_turns import BulkTurns, tell
+from tllm.logprobs.bulk import BulkTurns, Messages, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
-from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import NEXT_TOKEN, NEXT_TURN, Answer, Form, Query, does_nothing, own_params
 from tllm.logprobs.transport import CONSUMER, Kind, Transport
-from tllm.logprobs.versions import Versions, writes
 
 
 class _Key:
@@ -68,6 +67,38 @@ class _Flight:
         self.of_lane = False
 
 
+class Versions:
+    """What answers depend on beside what is asked: steering, weights, and consumers that write to
+    the rows of every request. Those of one version may be kept, and its lanes go on."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._consumers: list[Consumer] = []
+        self._writing: list[Consumer] = []
+        self._changes = 0
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Another one after each change."""
+        consumers = list(self._engine.consumers.values())
+        if not _are_same(consumers, self._consumers):
+            self._consumers = consumers
+            writing = [each for each in consumers if not each.on_request_only and writes(each)]
+            self._changes += not _are_same(writing, self._writing)
+            self._writing = writing
+        return self._engine.steering.version, self._changes
+
+
+def writes(consumer: Consumer) -> bool:
+    """Whether a consumer may change rows, in ways that are not known."""
+    return any(w.port == "residual_stream" for flow in consumer.flows() for w in flow.writes)
+
+
+def _are_same(left: Sequence[Consumer], right: Sequence[Consumer]) -> bool:
+    """Whether these are the same objects, however they compare."""
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
 class Service:
     """One for each engine.
 
@@ -105,8 +136,7 @@ class Service:
         self._bulk = self._messages.bulk
         self._sent: dict[int, _Flight] = {}
         self._turns = BulkTurns(
-            *(self._transport, self._admission, self._messages, self._versions),
-            *(self._keep, self.serve),
+            self._transport, self._admission, self._messages, self._keep, self.serve
         )
         self._computed = 0
         self._shared = 0
@@ -128,7 +158,7 @@ class Service:
         """Begin to answer; what is being answered already is not computed again."""
         flights, version = self._flights, self._versions.now
         begin: list[tuple[_Flight, Waiter]] = []
-        for waiter in self._turns.begin(waiters):
+        for waiter in self._turns.begin(waiters, version):
             query = waiter.query
             # Rows that come with a result are somebody's own.
             own = (object(),) if query.interventions.results else ()

@@ -12,8 +12,7 @@ import torch
 from tllm.client.llm import AsyncLLM
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.next_token_results import DroppedResult, NextToken
-from tllm.logprobs.addresses import Addresses
-from tllm.logprobs.arena import NOTHING_SENT, Arena
+from tllm.logprobs.arena import NOTHING_SENT, Addresses, Arena
 from tllm.logprobs.query import WHOLE, Answer, Form
 from tllm.spec.reading import require_one_of
 

@@ -1,21 +1,109 @@
-"""Turns of lanes that go to the engine in bulk; everything here runs on the engine's own loop."""
+"""What goes to an engine in bulk: queries, and turns of lanes. Everything here runs on the engine's
+own loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import itertools
+import uuid
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from tllm.client.admission import NewsError
-from tllm.engine.bulk import BulkItem
-from tllm.logprobs.addresses import Address, Addresses
+from tllm.client.llm import AsyncLLM
+from tllm.engine.bulk import Bulk, BulkInputs, BulkItem, Ended
 from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
-from tllm.logprobs.messages import Messages
-from tllm.logprobs.query import Answer, AnswerRows, Form, Query
+from tllm.logprobs.query import NEXT_TOKEN, Answer, AnswerRows, Form, Interventions, Query
 from tllm.logprobs.transport import CONSUMER, Transport
-from tllm.logprobs.versions import Versions
+
+_PLAIN = Interventions()
+
+
+class Messages:
+    """Gathers what is asked of an engine together, and sends it in as few messages as can be: one
+    for the requests of each form, and what goes on with the first of them.
+
+    Args:
+        ended: told of the tickets that were sent, see `Bulk`.
+        spawn: runs a coroutine that nobody waits for.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, ended: Ended, spawn: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
+        self.engine = engine
+        self.bulk = Bulk(engine, ended)
+        self._spawn = spawn
+        self._prefix = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count(1)
+        self._begun: dict[tuple[Form, bool], list[BulkItem]] = {}
+        self._continued = BulkInputs([], [], [], [])
+        self._unneeded: list[str] = []
+
+    def new_request_id(self) -> str:
+        """A name that no other request of the engine has."""
+        return f"logprobs-{self._prefix}-{next(self._numbers)}"
+
+    def takes(self, query: Query) -> bool:
+        """Whether a query asks for nothing that has to be done before it is sent."""
+        return query.lora is None and not query.interventions.asked and self.engine.takes_plain()
+
+    def begin(self, form: Form, item: BulkItem) -> None:
+        """A request is sent with the others of its form. Where its result goes, its own options
+        say."""
+        self._begun.setdefault((form, item.streamed), []).append(item)
+
+    def go_on(
+        self, ticket: int, engine_id: str, tokens: Sequence[int], consumers: Any = None
+    ) -> None:
+        """The next tokens of a streamed request are sent with the others.
+
+        Args:
+            consumers: options by consumer id, where it asks otherwise than before.
+        """
+        continued = self._continued
+        if consumers is not None:
+            continued.consumers.append((len(continued.tickets), consumers))
+        continued.tickets.append(ticket)
+        continued.request_ids.append(engine_id)
+        continued.tokens.append(tokens)
+
+    def send(self) -> None:
+        """Send what was begun and what goes on."""
+        begun, self._begun = self._begun, {}
+        continued, self._continued = self._continued, BulkInputs([], [], [], [])
+        self.bulk.expect(continued.tickets, continued.request_ids)
+        for (form, streamed), items in begun.items():
+            tickets = [item.ticket for item in items]
+            self.bulk.expect(tickets, (item.request_id for item in items))
+            asked = _PLAIN.applied_to(NEXT_TOKEN, form.options())
+            try:
+                params = self.engine.prepared_plain(asked, streamed=streamed)
+            except Exception as error:
+                self.bulk.end(tickets, error)
+                continue
+            self._spawn(self.bulk.send(params, items, continued))
+            continued = BulkInputs([], [], [], [])
+        if continued.tickets:
+            self._spawn(self.bulk.send(NEXT_TOKEN, continued=continued))
+
+    def abort(self, request_id: str) -> None:
+        """A request that was begun is not needed any more, nor are others that end with it."""
+        if not self._unneeded:
+            asyncio.get_running_loop().call_soon(self._send_unneeded)
+        self._unneeded.append(request_id)
+
+    def _send_unneeded(self) -> None:
+        unneeded, self._unneeded = self._unneeded, []
+        self._spawn(self._given_up(unneeded))
+
+    async def _given_up(self, request_ids: list[str]) -> None:
+        with suppress(Exception):  # a dead engine has none of them
+            await self.bulk.abort_requests(request_ids)
 
 
 class _Turn:
@@ -75,7 +163,6 @@ class BulkTurns:
         transport: Transport,
         admission: Admission,
         messages: Messages,
-        versions: Versions,
         keep: Callable[[Query, Holder], KeptRequest],
         again: Callable[[Iterable[Waiter]], None],
     ) -> None:
@@ -83,7 +170,6 @@ class BulkTurns:
         self._transport = transport
         self._admission = admission
         self._messages = messages
-        self._versions = versions
         self._keep = keep
         self._again = again
         self._running: dict[KeptRequest, _Turn] = {}
@@ -95,16 +181,19 @@ class BulkTurns:
     def __len__(self) -> int:
         return len(self._running)
 
-    def begin(self, waiters: Iterable[Waiter]) -> list[Waiter]:
+    def begin(self, waiters: Iterable[Waiter], version: Hashable) -> list[Waiter]:
         """Begin the turns of those whose lane's request waits for what the lane has more than it,
         or who have none and ask for nothing else. `Messages.send` sends them.
+
+        Args:
+            version: of what answers depend on, see `Versions`.
 
         Returns:
             The others.
         """
         rest: list[Waiter] = []
         turns: list[_Turn] = []
-        version, running = self._versions.now, self._running
+        running = self._running
         for waiter in waiters:
             holder, query = waiter.holder, waiter.query
             if holder is None or holder.closed:
@@ -175,7 +264,7 @@ class BulkTurns:
         left: list[Waiter] = []
         for turn in turns:
             request = turn.request
-            address = address_of(request, arena, self._transport.addresses) if places else None
+            address = request.address_in(arena, self._transport.addresses) if places else None
             if address is None:
                 self._forget(turn)
                 left += turn.waiter, *turn.others
@@ -282,17 +371,3 @@ def tell(
     for i, waiter in enumerate(waiters):
         last = i == len(waiters) - 1
         waiter.resolve(outcome if last or isinstance(outcome, Exception) else outcome.copy())
-
-
-def address_of(request: KeptRequest, arena: Arena, addresses: Addresses) -> Address | None:
-    """Where a worker looks up the places of a request's results; None without room for a table."""
-    address = request.address
-    if address is None or address.arena is not arena:
-        try:
-            other = addresses.take(arena)
-        except OSError:
-            return None  # it keeps the one that it has
-        if address is not None:
-            address.give_back()
-        address = request.address = other
-    return address
