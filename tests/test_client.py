@@ -15,7 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from tllm import PoolingParams, SamplingParams
 from tllm.client import checked_params
-from tllm.client.front_end import Client
+from tllm.client.attached import Client
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.lens import LensConsumer

@@ -9,8 +9,8 @@ import cloudpickle
 import pytest
 
 from tllm.client import calls
+from tllm.client.attached import Client
 from tllm.client.calls import AsyncCalls, WorkerCall, drive
-from tllm.client.front_end import Client
 from tllm.client.kept_rows import RowKeeping
 from tllm.engine.conversations import ConversationPlace, Conversations
 from tllm.engine.registered import Registered

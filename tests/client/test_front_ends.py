@@ -14,8 +14,8 @@ from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
 from tllm.client.answers import SharedFolder
+from tllm.client.attached import Client
 from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls, WorkerCall, drive
-from tllm.client.front_end import Client
 from tllm.client.held import HeldByWorkers
 from tllm.client.steering import SteeringControl
 from tllm.consumers.logging import LoggingConsumer

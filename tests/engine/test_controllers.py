@@ -16,8 +16,7 @@ from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition, GatedChange
 from engine.test_stopping import AT, PROMPT, TOKENS, WHEN, P, threshold_that_ends
 from tllm import PoolingParams, SamplingParams
-from tllm.client.request import Uses
-from tllm.client.request_kind import RequestKind
+from tllm.client.request import RequestKind, Uses
 from tllm.consumers.base import Consumer
 from tllm.ports import (
     Action,

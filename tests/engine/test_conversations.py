@@ -31,7 +31,7 @@ from engine.test_remembering import (
     rest,
 )
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
-from tllm.client.front_end import Client
+from tllm.client.attached import Client
 from tllm.client.request import Prepared
 from tllm.engine.conversations import MOST_CONDITIONS, Conversations
 from tllm.runtime.kernels.backend import INTERPRETED

@@ -13,17 +13,14 @@ from vllm import PoolingParams as VllmPoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from tllm.client.built_in import BUILT_IN
 from tllm.client.calls import ALONE, LEAVING, TOGETHER, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
 from tllm.client.consumer_uses import ConsumerUses
-from tllm.client.held import HeldByWorkers
+from tllm.client.held import HeldByWorkers, VectorUploads
 from tllm.client.prompt_check import PromptCheck
-from tllm.client.registrations import Registrations
-from tllm.client.request import Prepared, Uses, media_of
-from tllm.client.request_kind import RequestKind
+from tllm.client.registrations import BUILT_IN, Registrations
+from tllm.client.request import Prepared, RequestKind, Uses, media_of
 from tllm.client.results import Samples
-from tllm.client.vector_uploads import VectorUploads
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.refusals import RefusedError
 from tllm.params import PoolingParams, asked_of, plain

@@ -8,12 +8,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tllm.client.admission import RequestAdmission
+from tllm.client.answers import SharedFolder
 from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
-from tllm.client.front_end import Client
+from tllm.client.consumer_uses import ConsumerUses
 from tllm.client.generation import AsyncGeneration, SyncGeneration
+from tllm.client.held import HeldByWorkers, VectorUploads
 from tllm.client.patching_control import PatchingControl
-from tllm.client.registrations import name_of
+from tllm.client.prompt_check import PromptCheck
+from tllm.client.registrations import Registrations, name_of
 from tllm.client.request import Prepared
+from tllm.client.result_gathering import ResultGathering
 from tllm.client.results import attach_nothing
 from tllm.client.steering import SteeringControl
 from tllm.consumers.base import Consumer
@@ -25,6 +30,51 @@ from tllm.registry import consumer_from_spec, require_consumer
 from tllm.spec.request import Asked
 
 logger = logging.getLogger(__name__)
+
+
+class Client:
+    """The user's half: one front end of an engine, as the parts that it has.
+
+    These do no input or output themselves. What takes answers of the workers is written as steps,
+    which `LLM`, `AsyncLLM` and what is attached to an engine of vLLM's drive (`tllm.client.calls`).
+
+    Args:
+        consumers: to be registered as soon as the workers are asked anything.
+        capturing: ids of those whose results are capture results.
+        front_ends: how many share the engine's workers.
+        workers: of each data-parallel replica.
+
+    Attributes:
+        shared: the folder in which the workers leave answers.
+        registered: what is registered with the engine.
+        held: what the workers hold for requests that run.
+        uploads: brings the workers what steers requests.
+        uses: finds what consumers have to do with a request.
+        prompts: checks requests whose prompt is processed.
+        admission: makes requests ready.
+        gathering: puts results on outputs.
+    """
+
+    def __init__(
+        self,
+        consumers: Iterable[Consumer] = (),
+        capturing: Iterable[str] = (),
+        *,
+        front_ends: int = 1,
+        workers: int | None = None,
+    ) -> None:
+        self.shared = SharedFolder()
+        self.registered = Registrations(
+            consumers, capturing, self.shared, front_ends=front_ends, workers=workers
+        )
+        self.held = HeldByWorkers()
+        self.uploads = VectorUploads(self.registered, self.held)
+        self.uses = ConsumerUses(self.registered)
+        self.prompts = PromptCheck(self.registered.patches)
+        self.admission = RequestAdmission(
+            self.registered, self.held, self.uploads, self.uses, self.prompts
+        )
+        self.gathering = ResultGathering(self.registered)
 
 
 class Attached:

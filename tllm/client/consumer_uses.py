@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tllm.client import consumer_calls
-from tllm.client.built_in import BUILT_IN
 from tllm.client.calls import Steps
-from tllm.client.registrations import Registrations
-from tllm.client.request import Uses
-from tllm.client.request_kind import RequestKind
+from tllm.client.registrations import BUILT_IN, Registrations
+from tllm.client.request import RequestKind, Uses
 from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.ports import ConsumerFlow

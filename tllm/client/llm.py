@@ -23,9 +23,8 @@ from tllm.client.arguments import (
     check_names,
     split,
 )
-from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
+from tllm.client.attached import AsyncClient, Attached, Client, SyncClient, made, pending
 from tllm.client.calls import Steps
-from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration, check_alone
 from tllm.client.results import check_steered, hand_on
 from tllm.consumers.base import Consumer

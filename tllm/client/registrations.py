@@ -12,13 +12,14 @@ import cloudpickle
 
 from tllm.client import consumer_calls
 from tllm.client.answers import SharedFolder
-from tllm.client.built_in import BUILT_IN
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.composer import Composer
 from tllm.client.facts import Facts
 from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
 from tllm.consumers.base import Consumer
+from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.registered import STEERING_KEYS, WEIGHTS
 from tllm.ports import ConsumerFlow
 from tllm.ports.payload import reason_of
@@ -26,6 +27,12 @@ from tllm.registry import check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.patching import KEPT, PATCHING
 from tllm.spec.reading import registered_names
+
+BUILT_IN: Mapping[str, type[MemoryConsumer | SignalsConsumer]] = {
+    "memory": MemoryConsumer,
+    SignalsConsumer.consumer_id: SignalsConsumer,
+}
+"""Consumers of every engine, by id: each is made when a request names it for the first time."""
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 

@@ -16,7 +16,7 @@ from tllm.spec.groups import compose
 from tllm.spec.tiers import TIER_FIELDS, Tiers
 
 if TYPE_CHECKING:
-    from tllm.client.front_end import Client
+    from tllm.client.attached import Client
 
 
 class SteeringControl:

@@ -16,8 +16,8 @@ from http import HTTPStatus
 from typing import Any
 
 from tllm.client.attached import Attached
-from tllm.client.built_in import BUILT_IN
 from tllm.client.consumer_calls import consumer_error
+from tllm.client.registrations import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
