@@ -11,8 +11,8 @@ import torch
 
 from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, StepBatch
 from tllm.runtime.columns import Column, IntArray, SegmentWord
+from tllm.runtime.handover import StepFlows
 from tllm.runtime.slots import Slots
-from tllm.runtime.step_flows import StepFlows
 
 
 @dataclass(eq=False)

@@ -19,10 +19,8 @@ from tllm.ports.payload import reason_of
 from tllm.runtime.batch import Frame
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.controllers import Controllers
-from tllm.runtime.flow_rows import FlowRows
 from tllm.runtime.flows import BoundConsumer, BoundFlow, Context
-from tllm.runtime.handover import Handover
-from tllm.runtime.lent_rows import by_role
+from tllm.runtime.handover import FlowRows, Handover, by_role
 from tllm.runtime.read_rows import ReadRows
 from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots

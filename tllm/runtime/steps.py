@@ -16,13 +16,12 @@ from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.broken_sequences import BrokenSequences
 from tllm.runtime.columns import Column, IntArray
 from tllm.runtime.flows import BoundFlow
-from tllm.runtime.handover import Handover
+from tllm.runtime.handover import NO_HANDOVERS, Handover, StepFlows
 from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.slots import Slots
-from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.transfer import upload
 from tllm.runtime.verdicts import BrokenVerdicts, Fired, StepVerdicts, StoppedSequences
 
