@@ -10,10 +10,9 @@ import torch
 
 from tllm import result_memory
 from tllm.consumers.capture import host_rows, landing, row_copier
-from tllm.consumers.capture.host_rows import HostRows
+from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart, Slab
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
-from tllm.consumers.capture.unsorted_rows import Chunk
 from tllm.ports import RequestInfo, RowMeta
 from tllm.result_memory import ResultMemory
 

@@ -19,10 +19,9 @@ import torch
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.activations import Activations, CapturedRows, Reduced, StageRows
-from tllm.consumers.capture.host_rows import HostRows
+from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
-from tllm.consumers.capture.unsorted_rows import Chunk
 from tllm.cuda_streams import CurrentStream
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
