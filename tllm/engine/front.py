@@ -7,21 +7,21 @@ it. What happens to a request is decided by whoever is given (`tllm.client`).
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tllm.engine.async_front import AsyncLLMFront
 from tllm.engine.in_process import let_others_live
-from tllm.engine.interrupts import noted_interrupts, raises_in_place, send_whole, uninterrupted
+from tllm.engine.interrupts import noted_interrupts, raises_in_place, uninterrupted
 from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
-from tllm.engine.unowned import is_own, unowned
 from tllm.engine.verdicts import check_goes_on
 
 uses(
@@ -34,6 +34,12 @@ uses(
     "vllm.entrypoints.generate.beam_search.utils.BeamSearchSequence",
     "logprobs",
     "a beam's generated tokens are told apart",
+)
+uses(
+    "vllm.v1.engine.core_client.SyncMPClient",
+    "_send_input",
+    "an interrupt waits until a message to the engine's process is sent",
+    takes="request_type request",
 )
 
 
@@ -88,15 +94,15 @@ class LLMEngineFront:
         self._running: dict[str, _Running] = {}
         self._ended: list[Any] | None = None
         self._interrupted = False
-        self._add_request = unowned(engine, "add_request")
-        self._abort_request = unowned(engine, "abort_request")
+        self._add_request = _unowned(engine, "add_request")
+        self._abort_request = _unowned(engine, "abort_request")
         # A step is on the path of every token: it has no function of ours more than it needs.
         self._living: weakref.ref[LLMEngine] = weakref.ref(engine)
         step = engine.step
-        self._step = step.__func__ if is_own(step, engine) else lambda _: step()
+        self._step = step.__func__ if _is_own(step, engine) else lambda _: step()
         if isinstance(engine.engine_core, InprocClient):
             let_others_live(engine.engine_core)
-        send_whole(engine.engine_core)
+        _send_whole(engine.engine_core)
         engine.add_request = self.add_request  # type: ignore[method-assign]
         engine.step = self.step  # type: ignore[method-assign]
         engine.abort_request = self.abort_request  # type: ignore[method-assign]
@@ -275,3 +281,40 @@ def handle_of(engine: Any) -> Any:
     """What the user of an engine calls that one of ours stands before; None: none does."""
     front = getattr(engine.add_request, "__self__", None)
     return front.handle() if isinstance(front, (LLMEngineFront, AsyncLLMFront)) else None
+
+
+def _send_whole(client: Any) -> None:
+    """Let a front end send each message to the engine's process whole. Of one that is sent in part
+    the engine hears together with the next one, which ends the thread that reads them: nothing is
+    heard any more."""
+    if not isinstance(client, SyncMPClient):
+        return
+    send = _unowned(client, "_send_input")
+
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        with uninterrupted():
+            return send(*args, **kwargs)
+
+    client._send_input = sent  # type: ignore[method-assign]
+
+
+def _unowned(owner: Any, name: str) -> Callable[..., Any]:
+    """A method that ours stands in the place of, for what its object has: with a cycle of
+    references an engine would stay, and all its memory, since vLLM takes it out of what Python
+    collects. What somebody has put in the method's place is kept as it is."""
+    method: Callable[..., Any] = getattr(owner, name)
+    if not _is_own(method, owner):
+        return method
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = found()
+        assert own is not None, "an engine that has ended calls nothing"
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _is_own(method: Callable[..., Any], owner: Any) -> bool:
+    """Whether a method is the object's, and nobody's in its place."""
+    return inspect.ismethod(method) and method.__self__ is owner
