@@ -12,7 +12,7 @@ from tllm.client import calls
 from tllm.client.attached import Client
 from tllm.client.calls import AsyncCalls, WorkerCall, drive
 from tllm.client.kept_rows import RowKeeping
-from tllm.engine.conversations import ConversationPlace, Conversations
+from tllm.engine.conversations import Conversations
 from tllm.engine.registered import Registered
 from tllm.runtime.answers import AnswerWriter
 from tllm.spec.conversations import RequestConversation
@@ -61,7 +61,7 @@ class Workers:
         return self.conversations.enter(*args)
 
     def leave_conversation(self, *where):
-        self.conversations.leave(ConversationPlace(*where))
+        self.conversations.leave(*where)
 
     async def run(self, steps, leaves_after_s):
         """Run steps whose caller leaves after so many seconds, and look at what is registered then;

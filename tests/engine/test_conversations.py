@@ -437,7 +437,7 @@ def test_conversations_are_limited_and_room_is_made_by_those_that_expired():
     third = there.enter("three", keys[0], 10, now=13)
     assert third.place == first.place and third.serial > second.serial
     assert set(there.described(13)) == {"two", "three"} and not there.forget("one", 13)
-    there.leave(first)  # of a conversation whose place is another's by now
+    there.leave(*first)  # of a conversation whose place is another's by now
     assert set(there.described(13)) == {"two", "three"}
     again = there.enter("two", keys[0], 10, now=110)  # expired: whoever comes first has the name
     assert again.serial > third.serial

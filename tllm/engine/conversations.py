@@ -128,11 +128,11 @@ class Conversations:
     def _remove(self, name: str) -> None:
         self._free.append(self._by_id.pop(name).where.place)
 
-    def leave(self, where: ConversationPlace) -> None:
+    def leave(self, place: int, serial: int) -> None:
         """A request that named a conversation did not begin; if no other has named it, it did not
         begin either."""
         for name, known in self._by_id.items():
-            if known.where == where:
+            if known.where == (place, serial):
                 known.requests -= 1
                 if not known.requests:
                     self._remove(name)

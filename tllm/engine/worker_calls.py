@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.patch_runs import PatchRunsConsumer
-from tllm.engine.conversations import ConversationPlace, Conversations
+from tllm.engine.conversations import Conversations
 from tllm.engine.options import EngineOptions
 from tllm.engine.registered import WEIGHTS, HeldGroups, Registered
 from tllm.models.sites import ModelSites
@@ -45,6 +45,8 @@ class WorkerCalls:
         self.enter_conversation = self._conversations.enter
         self.forget_conversation = self._conversations.forget
         self.conversations = self._conversations.described
+        self.leave_conversation = self._conversations.leave
+        self.take_results = session.sequences.pop_results
         self.discard_results = session.sequences.discard_results
         self.not_steered = session.not_steered
         self.call_consumer = session.call_consumer
@@ -169,17 +171,6 @@ class WorkerCalls:
     def vectors_on_device(self) -> int:
         """How many steering vectors are kept here, for all front ends."""
         return self._groups.num_vectors
-
-    # -- conversations ---------------------------------------------------------------------------
-
-    def leave_conversation(self, place: int, serial: int) -> None:
-        self._conversations.leave(ConversationPlace(place, serial))
-
-    # -- requests --------------------------------------------------------------------------------
-
-    def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
-        """Results of finished prompts; those not made within `wait_s` seconds are pending."""
-        return self._session.sequences.pop_results(prompt_ids, tokens or {}, wait_s)
 
     # -- consumers -------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from tllm.runtime.slots import RunningSequence, Slots
 from tllm.spec.request import RequestSpec
 from tllm.spec.turns import StepTurns
 
+_NONE_KNOWN: Mapping[str, Mapping[int, list[int]] | None] = {}
+
 
 class RunningSequences:
     """The sequences that the engine computes, for the worker that hears of them.
@@ -224,7 +226,7 @@ class RunningSequences:
     def pop_results(
         self,
         prompt_ids: list[str],
-        tokens: Mapping[str, Mapping[int, list[int]] | None],
+        tokens: Mapping[str, Mapping[int, list[int]] | None] = _NONE_KNOWN,
         wait_s: float = 0.0,
     ) -> PromptResults:
         """The results of finished prompts, by prompt, sample and consumer; each is given once.
