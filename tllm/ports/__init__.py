@@ -3,14 +3,10 @@
 from tllm.ports.actions import Action, ActionLog, Actions, Note, SetScale, Steer, Stop, TakenAction
 from tllm.ports.base import ConsumerFlow, Place, PortRead, PortWrite, Window
 from tllm.ports.bundle import ConsumerContext, HostTensor, ModelView, PortBundle, ResidualWriter
-from tllm.ports.cpu_export import CpuExport
-from tllm.ports.logits import Logits
+from tllm.ports.declared import CpuExport, Logits, ResidualStream, Signals, TokenTarget
 from tllm.ports.payload import Payload, PerToken, RequestResult, in_order
 from tllm.ports.request_meta import RequestInfo, RequestMeta, RowMeta
-from tllm.ports.residual_stream import ResidualStream
 from tllm.ports.sampler import Candidates, Sampler
-from tllm.ports.signals import Signals
-from tllm.ports.token_target import TokenTarget
 from tllm.spec.phases import Phase
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The residual stream, and every other hook point, at any layer: read and additive write."""
+"""The ports that only declare what a flow reads or writes."""
 
 from __future__ import annotations
 
@@ -65,6 +65,61 @@ class ResidualStream:
         phase = phase_named(phase)
         point, number = _place(site, layer)
         return PortWrite("residual_stream", role, phase, number, point)
+
+
+class Logits:
+    """Rows `[rows, vocab]`, one for each sequence that samples a token this step.
+
+    Of a request with `structured_outputs`, they are -inf for tokens that these do not allow.
+    """
+
+    @staticmethod
+    def read(*, role: str = "logits") -> PortRead:
+        """Read the logits. Rows of a flow that reads them are the rows that are sampled from."""
+        return PortRead("logits", role)
+
+
+class TokenTarget:
+    """`[rows]` int64: the token after each row's token.
+
+    For a row that is sampled from, the sampled token; for an earlier prompt row, the prompt's
+    next token. A flow that reads it is called after sampling.
+    """
+
+    @staticmethod
+    def read(*, phase: Phase = "any", role: str = "token_target") -> PortRead:
+        """Read the token that follows each row."""
+        phase = phase_named(phase)
+        return PortRead("token_target", role, phase)
+
+
+class Signals:
+    """`[rows, 2, 32]` float32: the strength (0 to 1) and the score of each condition of steering
+    that a row's request has, by its number; no number where a condition was not judged.
+
+    They are there in the step itself: a flow that reads them has `window="same_step"`.
+    """
+
+    @staticmethod
+    def read(*, role: str = "signals") -> PortRead:
+        """Read what conditions made of each row."""
+        return PortRead("signals", role)
+
+
+class CpuExport:
+    """A channel to `Consumer.on_export`, which gets pinned host copies on a delivery thread."""
+
+    @staticmethod
+    def write(*, channel: str, role: str | None = None) -> PortWrite:
+        """Declare a channel; send with `ctx.export(channel, {"name": tensor, ...}, meta)`.
+
+        Args:
+            channel: name given back to `on_export`.
+            role: name of the write within the flow; the channel's name by default.
+        """
+        if not isinstance(channel, str) or not channel:
+            raise TypeError(f"CpuExport.write(channel={channel!r:.60}): give a text, not empty")
+        return PortWrite("cpu_export", role or channel, options={"channel": channel})
 
 
 def _place(site: str, layer: int | None) -> Place:
