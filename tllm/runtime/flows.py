@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tllm.cuda_streams import current_stream
 from tllm.ports import (
+    Action,
+    Candidates,
     ConsumerContext,
     ConsumerFlow,
     HostTensor,
     ModelView,
+    PortBundle,
     PortRead,
     RequestInfo,
     ResidualWriter,
@@ -26,7 +29,6 @@ from tllm.ports import (
 )
 from tllm.result_memory import ResultMemory
 from tllm.runtime.columns import DECODE, PREFILL
-from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.read_rows import ReadRows, Roles
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import TapKey
@@ -42,6 +44,40 @@ PHASES: Mapping[str, tuple[int, ...]] = {
 _MAX_REQUEST_FLOWS = 4096
 #: Batches whose sequences are remembered.
 _MAX_BATCHES = 64
+
+
+class ConsumerProtocol(Protocol):
+    """What the runtime, which imports no consumer, calls of one (`tllm.consumers.base.Consumer` is
+    its public base)."""
+
+    consumer_id: str
+    on_request_only: bool
+    uses_lm_head: bool
+    hears_step_end: bool
+    has_request_flows: bool
+    remote_methods: Sequence[str]
+    #: `(channel, tensors, meta, attached)`; the last may be left out.
+    on_export: Callable[..., None]
+
+    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool: ...
+    def flows(self) -> Sequence[ConsumerFlow]: ...
+    def validate_options(self, options: Mapping[str, Any]) -> None: ...
+    def request_flows(
+        self, options: Mapping[str, Any], num_layers: int
+    ) -> Sequence[ConsumerFlow]: ...
+    def start(self, ctx: ConsumerContext) -> None: ...
+    def on_weights_changed(self, ctx: ConsumerContext) -> None: ...
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
+    def decide(self, rows: PortBundle, ctx: ConsumerContext) -> Iterable[Action] | None: ...
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
+    def on_step_end(self, ctx: ConsumerContext) -> None: ...
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...
+    def expedite(self) -> None: ...
+    def on_error(self, error: BaseException) -> None: ...
+    def stop(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def read_stats(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(eq=False)

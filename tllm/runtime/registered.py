@@ -16,10 +16,9 @@ from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import StepBatch
 from tllm.runtime.binder import Binder
 from tllm.runtime.columns import IntArray
-from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher, ends_process
-from tllm.runtime.flows import PHASES, BoundConsumer
+from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
 from tllm.runtime.results import Results
 from tllm.runtime.sampling import Guidance, LmHead
 from tllm.runtime.slots import RunningSequence, Slots
