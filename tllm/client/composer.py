@@ -11,6 +11,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tllm.client.facts import Facts
+from tllm.consumers.base import Consumer
+from tllm.consumers.sae import SaeConsumer
 from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conditions import Condition, FeatureCondition, Known, NamedCondition, check_order
 from tllm.spec.gates import MAX_GATES, Gate, GateNumbers, signal_names
@@ -24,7 +26,7 @@ from tllm.spec.groups import (
 )
 from tllm.spec.memory import NOTHING
 from tllm.spec.phases import SELECTED_PHASES, Phase
-from tllm.spec.probes import FindFeature
+from tllm.spec.probes import FeatureProbe
 from tllm.spec.reading import check_name, registered_names, said_of
 from tllm.spec.selection import Selection
 from tllm.spec.stretches import most_configurations
@@ -34,6 +36,8 @@ GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
 """Keys under which the workers keep global steering, and the beginnings of those of modules and of
 monitors."""
 
+_MOST_FEATURES = 1024
+"""Features that are kept: each is read from a file."""
 
 _OF_PHASE = {
     "any": "",
@@ -49,15 +53,16 @@ class Composer:
     was composed for it; later changes meet later requests.
 
     Args:
-        find_feature: of autoencoders that are registered as consumers.
+        consumers: those that are registered, by id; autoencoders among them have features.
 
     Attributes:
         facts: None until the workers have told.
         everywhere: what is global.
     """
 
-    def __init__(self, find_feature: FindFeature) -> None:
-        self._find_feature = find_feature
+    def __init__(self, consumers: Mapping[str, Consumer]) -> None:
+        self._consumers = consumers
+        self._features: dict[tuple[str, int], FeatureProbe] = {}
         self.facts: Facts | None = None
         self.everywhere = Tiers()
         self.modules: dict[str, Tiers] = {}
@@ -67,13 +72,14 @@ class Composer:
         )
         self._plain: tuple[SteeringGroup, ...] | None = ()
 
-    def forget_composed(self) -> None:
-        """Requests are composed anew: a consumer has come or gone whose features they may name."""
+    def forget_features(self) -> None:
+        """A consumer has come or gone whose features requests may name."""
+        self._features.clear()
         self._composed.clear()
 
     def learn(self, key: str, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
-        self.forget_composed()
+        self._composed.clear()
         content = None if value is None else pickle.loads(value)
         if key == GLOBAL:
             self.everywhere = content or Tiers()
@@ -240,7 +246,7 @@ class Composer:
         """A condition with layers counted from 0, and the monitors that it names."""
         facts = self.facts
         assert facts is not None
-        found = condition.found(Known(facts.points, self.monitors, self._find_feature))
+        found = condition.found(Known(facts.points, self.monitors, self._feature))
         for probe in found.probes():
             if probe.vector.shape[-1] != facts.hidden_size:
                 key = "['layers'][0] takes" if probe.widths else "['vector'] has"
@@ -248,6 +254,25 @@ class Composer:
                     f"{condition.field}['probe']{key} {probe.vector.shape[-1]} numbers; the "
                     f"model's hidden size is {facts.hidden_size}"
                 )
+        return found
+
+    def _feature(self, name: str, number: int) -> FeatureProbe:
+        """A feature of an autoencoder, as a probe; `ValueError` for one that there is not."""
+        found = self._features.get((name, number))
+        if found is None:
+            consumer = self._consumers.get(name)
+            if not isinstance(consumer, SaeConsumer):
+                known = [n for n, each in self._consumers.items() if isinstance(each, SaeConsumer)]
+                raise ValueError(
+                    f"no autoencoder {name!r} is registered; registered are "
+                    f"{', '.join(sorted(known)) or 'none'}. Use "
+                    "llm.register_consumer(SaeConsumer(path))"
+                )
+            if len(self._features) >= _MOST_FEATURES:
+                self._features.clear()
+            assert self.facts is not None
+            found = consumer.probe_of(number, centers_rows=self.facts.centers_rows)
+            self._features[name, number] = found
         return found
 
     def _check(self, entry: SteeringEntry, phase: Phase, found: dict[Condition, Condition]) -> None:

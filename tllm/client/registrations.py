@@ -15,7 +15,6 @@ from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.composer import Composer
 from tllm.client.facts import Facts
-from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
@@ -78,8 +77,7 @@ class Registrations:
         self.capturing = set(capturing)
         self.flows: dict[str, tuple[ConsumerFlow, ...]] = {}
         self.ids: dict[str, str] = {}
-        self._features = FeatureProbes(self.consumers, lambda: self.facts)
-        self.composer = Composer(self._features.find)
+        self.composer = Composer(self.consumers)
         self.patches = PatchComposer()
         self.holder = shared.token or uuid.uuid4().hex
         self.front_ends = front_ends
@@ -197,8 +195,7 @@ class Registrations:
         if key.startswith(STEERING_KEYS):
             self._steering_version = max(self._steering_version, changed)
         if key.startswith(_CONSUMER):
-            self._features.forget()
-            self.composer.forget_composed()
+            self.composer.forget_features()
             self._learn_consumer(key[len(_CONSUMER) :], value)
         elif key == _FRONT_ENDS:
             self.front_ends = max(self.front_ends, int(value or 1))
