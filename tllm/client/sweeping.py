@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tllm.client.experiments import Experiment, Experiments
+from tllm.client.experiments import Experiment, Experiments, SweepValues
 from tllm.client.generation import Generation, Work
 from tllm.client.kept_rows import RowKeeping
-from tllm.client.sweep_values import SweepValues
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import SamplingParams, with_patch
 from tllm.patching.metrics import FloatArray, Measures
