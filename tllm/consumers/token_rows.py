@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tllm.consumers.by_sequence import by_sequence
 from tllm.ports import PerToken, RequestInfo, RowMeta
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -119,8 +118,7 @@ class TokenRows:
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
-            bundles = [(meta.requests, meta.request_index) for meta, _ in group]
-            order, sequences = by_sequence(bundles, _key)
+            order, sequences = _by_sequence([meta for meta, _ in group])
             positions = np.concatenate([meta.positions for meta, _ in group])[order]
             joined = {
                 name: np.concatenate([arrays[name] for _, arrays in group])[order]
@@ -133,6 +131,26 @@ class TokenRows:
 
 def _key(request: RequestInfo) -> _Key:
     return request.prompt_id, request.sample_index
+
+
+def _by_sequence(
+    metas: Iterable[RowMeta],
+) -> tuple[npt.NDArray[np.int64], Iterator[tuple[_Key, int, int]]]:
+    """The order in which rows of a sequence lie together, as they came; and each sequence with its
+    first row in that order, and the one after its last."""
+    numbers: dict[_Key, int] = {}
+    owners: list[npt.NDArray[np.int64]] = []
+    before: Sequence[RequestInfo] | None = None
+    for meta in metas:
+        if meta.requests is not before:  # those of a steady batch are one object
+            before = meta.requests
+            own = [numbers.setdefault(each, len(numbers)) for each in map(_key, before)]
+            number_of = np.array(own, np.int64)
+        owners.append(number_of[meta.request_index])
+    owner = np.concatenate(owners)
+    order = np.argsort(owner, kind="stable")
+    edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
+    return order, zip(numbers, edges, edges[1:], strict=False)
 
 
 def _groups(added: list[tuple[RowMeta, Arrays]]) -> Iterable[list[tuple[RowMeta, Arrays]]]:
