@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tllm.consumers.base import Consumer
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,

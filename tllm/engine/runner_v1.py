@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.engine.cpu_drafts import DraftConstraints
 from tllm.engine.drafts import StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment

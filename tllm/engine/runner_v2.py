@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.engine.device_drafts import DeviceDrafts
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from tllm.cuda_streams import CurrentStream, current_stream
+from tllm.cuda_runtime import CurrentStream, current_stream
 from tllm.inference_mode import advice_on
 from tllm.ports import PortBundle
 from tllm.ports.payload import reason_of

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.ports import (
     Action,
     Candidates,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.ports import PortBundle, RowMeta
 from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, together
 from tllm.runtime.columns import DECODE, IntArray

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tllm.cuda_runtime import rows_to_host
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream, rows_to_host
 from tllm.ports import HostTensor
 
 logger = logging.getLogger(__name__)

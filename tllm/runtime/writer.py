@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 from tllm.ports import RequestInfo, ResidualWriter
 from tllm.runtime.columns import Column
 from tllm.runtime.slots import Slots

@@ -22,7 +22,7 @@ from tllm.consumers.capture.activations import Activations, CapturedRows, Reduce
 from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
-from tllm.cuda_streams import CurrentStream
+from tllm.cuda_runtime import CurrentStream
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tllm.cuda_streams import current_stream
+from tllm.cuda_runtime import current_stream
 
 
 class Fence:

@@ -22,7 +22,7 @@ from tllm.consumers.esamp.passes import DeviceBlocks, to_device, upload
 from tllm.consumers.esamp.plan import Block, BlockShape, IntArray, plan_blocks
 from tllm.consumers.esamp.slots import UNGUIDED, Lease, SlotTable
 from tllm.consumers.esamp.stats import Statistics
-from tllm.cuda_streams import CurrentStream
+from tllm.cuda_runtime import CurrentStream
 from tllm.ports import Candidates, ConsumerContext, ModelView, PortBundle, RequestInfo, RowMeta
 
 
