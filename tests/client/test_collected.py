@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from vllm.outputs import CompletionOutput
 
-from tllm.client.results import Collected, attach_results
+from tllm.client.request import Prepared
+from tllm.client.results import Collected, Samples, attach_results
 from tllm.ports import Payload, PerToken
 
 
@@ -30,6 +31,14 @@ def joined(*payloads):
         said = {"status": "ok", "error": None, "payload": payload}
         collected.add(worker, {0: {"mine": said}})
     return collected.joined()[0]["mine"]
+
+
+def ended(*lengths, captures=(), named=()):
+    """A request whose samples have as many tokens."""
+    samples = Samples()
+    samples.tokens = {index: [1] * length for index, length in enumerate(lengths)}
+    options = {name: {} for name in captures}
+    return Prepared(None, "prompt", options, named=frozenset(named), samples=samples)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,7 @@ def test_a_payload_that_raises_in_the_users_process_is_an_error_of_its_own():
         collected.add(0, {sample: dict(zip(("broken", "good"), said, strict=True))})
     samples = [SimpleNamespace(index=i) for i in (0, 1)]
     output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=samples)
-    attach_results(output, collected.joined(), (), {}, {0: 3, 1: 3}, ())
+    attach_results(output, ended(3, 3), collected.joined(), {})
     for sample, why in zip(samples, ("IndexError: cut", "ZeroDivisionError: first"), strict=True):
         broken, good = sample.consumer_results["broken"], sample.consumer_results["good"]
         assert (broken.status, broken.payload) == ("error", None)
@@ -109,7 +118,7 @@ def test_a_capture_of_which_there_is_nothing_says_why(finish_reason, generated, 
     """A request may be aborted while it waits: no worker has heard of it."""
     sample = CompletionOutput(0, "", [1] * generated, None, None, finish_reason=finish_reason)
     output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
-    attach_results(output, {}, ("memory",), {}, {0: generated}, ())
+    attach_results(output, ended(generated, captures=["memory"]), {}, {})
     result = sample.capture_results["memory"]
     assert (result.status, result.error, result.payload) == ("error", why, None)
 
@@ -118,7 +127,7 @@ def test_a_capture_of_which_there_is_nothing_says_why(finish_reason, generated, 
 def test_a_named_consumer_is_told_of_where_nothing_was_computed(reason, generated, heard):
     sample = CompletionOutput(0, "", [1] * generated, None, None, finish_reason=reason)
     output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
-    attach_results(output, {}, (), {}, {0: generated}, (), named=["probe"])
+    attach_results(output, ended(generated, named=["probe"]), {}, {})
     said = {name: (each.status, each.error) for name, each in sample.consumer_results.items()}
     why = "the request was aborted before its first token, and the consumer had no result of it"
     assert said == ({"probe": ("error", why)} if heard else {})

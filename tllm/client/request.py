@@ -3,7 +3,7 @@ back of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,14 +239,6 @@ def _check_media(asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> N
             "streamed, or a question for log-probabilities; give a whole prompt at once, to "
             "generate() or chat()"
         )
-
-
-def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Give requests, by `prompt_id`, what each worker answered; returns who must ask again."""
-    for worker, answer in enumerate(answers):
-        for prompt_id, request in prepared.items():
-            request.results.add(worker, answer.get(prompt_id, {}))
-    return [prompt_id for prompt_id, request in prepared.items() if request.results.pending]
 
 
 def rows_given(flow: ConsumerFlow) -> Selection | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
-from tllm.client.request import Prepared, collect
+from tllm.client.request import Prepared
 from tllm.client.results import (
     LEFT,
     ConsumerResult,
@@ -114,7 +114,10 @@ class ResultGathering:
                 for prompt_id in pending:
                     requests[prompt_id].results.lost = reason_of(error)
                 return
-            pending = collect(requests, answers)
+            for worker, answer in enumerate(answers):
+                for prompt_id, request in requests.items():
+                    request.results.add(worker, answer.get(prompt_id, {}))
+            pending = [name for name, request in requests.items() if request.results.pending]
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if not pending or left <= 0:
                 return
@@ -126,23 +129,14 @@ class ResultGathering:
         """Put what is known of a request's results on its output, and give them, each once, to the
         consumers of this process."""
         request: Prepared = output.tllm_request
-        joined, lengths = request.results.joined(), request.samples.lengths
+        joined = request.results.joined()
         missing = dict.fromkeys(request.named - self._registered.consumers.keys(), LEFT)
         if request.results.lost:
             used = request.named | (self._registered.consumers.keys() - request.unused)
             lost = f"the workers could not be asked for the result: {request.results.lost}"
             missing |= dict.fromkeys(used, lost)
             joined = {sample: _made(results) for sample, results in joined.items()}
-        attach_results(
-            output,
-            joined,
-            request.captures,
-            missing,
-            lengths,
-            request.ended_by,
-            request.patch,
-            request.named,
-        )
+        attach_results(output, request, joined, missing)
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
                 consumer, key = self._registered.consumers.get(name), (index, name)

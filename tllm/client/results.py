@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
@@ -15,7 +15,10 @@ from tllm.ports import ActionLog, Payload
 from tllm.ports.payload import cut, reason_of
 from tllm.runtime.broken_sequences import NOT_FINITE
 from tllm.spec.groups import STEERING
-from tllm.spec.patching import PATCHING, RequestPatch
+from tllm.spec.patching import PATCHING
+
+if TYPE_CHECKING:
+    from tllm.client.request import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -221,30 +224,23 @@ def attach_nothing(output: RequestOutput | PoolingRequestOutput) -> None:
 
 def attach_results(
     output: RequestOutput | PoolingRequestOutput,
+    request: Prepared,
     results: Mapping[int, Mapping[str, ConsumerResult]],
-    captures: Sequence[str],
     missing: Mapping[str, str],
-    lengths: Mapping[int, int],
-    ended_by: Container[str],
-    patch: RequestPatch | None = None,
-    named: Iterable[str] = (),
 ) -> None:
-    """Put results on an output: on each sample its own, on the output those of sample 0.
+    """Put results on the last output of a request: on each sample its own, on the output those of
+    sample 0.
 
     Args:
         results: by sample and consumer.
         missing: why consumers of the request have no results, those that have left for example.
-        lengths: how many tokens were generated, by sample, when it has ended.
-        ended_by: names of the conditions that may have ended a sample.
-        patch: what was to be put in the place of rows.
-        named: the consumers that the request named.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
-    of `captures`, the consumers that the request asked to capture; `activations`, what the
-    consumer `memory` captured (None when it captured nothing); and `signals`, from the name of a
-    condition of steering to what it made of each token.
+    of the consumers that the request asked to capture; `activations`, what the consumer `memory`
+    captured (None when it captured nothing); and `signals`, from the name of a condition of
+    steering to what it made of each token.
     """
-    prompt_len = len(output.prompt_token_ids or ())
+    prompt_len, lengths = len(output.prompt_token_ids or ()), request.samples.lengths
     samples = samples_of(output)
     for index, sample in samples:
         own = dict(results.get(index, {}))
@@ -253,15 +249,16 @@ def attach_results(
         # The last generated token never passes the model; all of a prompt's do.
         num_tokens = prompt_len + max(lengths.get(index, 0), 1)
         completed = isinstance(sample, CompletionOutput)
-        judged = completed and (sample.stop_reason in ended_by or _stopped(own, sample))
+        judged = completed and (sample.stop_reason in request.ended_by or _stopped(own, sample))
         aborted = completed and sample.finish_reason == "abort" and not judged
         without_token = aborted and not lengths.get(index, 0)
-        for name in captures:
+        for name in request.captures:
             why = _NOT_BEGUN if without_token else _NO_RESULT
             own.setdefault(name, ConsumerResult("error", why, None))
-        for name in named if without_token else ():
+        for name in request.named if without_token else ():
             own.setdefault(name, ConsumerResult("error", _NO_TOKEN, None))
         num_rows = prompt_len + max(lengths.get(index, 0) - (not judged), 0)
+        patch = request.patch
         if patch is not None and (unreached := patch.unreached(num_rows)) is not None:
             own.setdefault(PATCHING, ConsumerResult("partial_error", unreached, None))
         final = {
@@ -275,8 +272,8 @@ def attach_results(
             )
             for name, result in own.items()
         }
-        _set(sample, final, captures)
-    _set(output, samples[0][1].consumer_results if samples else {}, captures)
+        _set(sample, final, request.captures)
+    _set(output, samples[0][1].consumer_results if samples else {}, request.captures)
 
 
 def _stopped(results: Mapping[str, ConsumerResult], sample: CompletionOutput) -> bool:
