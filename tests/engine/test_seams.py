@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ast
 import inspect
 import os
@@ -94,6 +95,27 @@ def test_what_is_called_and_takes_other_parameters_is_named(
     monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", renamed)
     (found,) = seams.lacking(VERSION)
     assert "find_longest_cache_hit with max_cache_hit_length among its first parameters" in found
+
+
+def test_an_abstract_method_that_ours_does_not_have_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.33 asks one more of what comes of a step, and engines died of their first verdict."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    from tllm.engine.verdicts import _JudgedOutput as Judged
+
+    @abc.abstractmethod
+    def later(self: Any) -> None: ...
+
+    monkeypatch.setattr(AsyncModelRunnerOutput, "later", later, raising=False)
+    for each in (AsyncModelRunnerOutput, Judged):
+        monkeypatch.setattr(each, "__abstractmethods__", each.__abstractmethods__ | {"later"})
+    (found,) = seams.lacking(VERSION)
+    name = "vllm.v1.outputs.AsyncModelRunnerOutput.later"
+    assert found == f"the abstract method {name} ({Judged.__qualname__} has none)"
+    with pytest.raises(RuntimeError, match=f"has the abstract method {name}"):
+        versions.probe()
 
 
 def test_a_seam_of_later_versions_is_not_missed_in_earlier_ones() -> None:

@@ -132,12 +132,26 @@ def of(version: Version) -> Iterator[Seam]:
 
 
 def lacking(version: Version) -> list[str]:
-    """What the imported vLLM lacks, each with what tLLM needs it for."""
+    """What the imported vLLM lacks, each with what tLLM needs it for, and what it asks of classes
+    of ours that they lack."""
     try:
         found = [(seam.lacks(), seam.why) for seam in of(version)]
     except ImportError as error:
         return [f"no {error.name}: {error}"]
-    return [f"{lack} ({why})" for lack, why in found if lack is not None]
+    return [*(f"{lack} ({why})" for lack, why in found if lack is not None), *_unmet()]
+
+
+def _unmet() -> Iterator[str]:
+    """Abstract methods of vLLM's that a class of ours does not have: none could be made of it."""
+    for module in modules():
+        for ours in filter(inspect.isclass, vars(module).values()):
+            if ours.__module__ != module.__name__:
+                continue
+            for name in sorted(getattr(ours, "__abstractmethods__", ())):
+                owner = next(base for base in ours.__mro__ if name in vars(base))
+                if owner.__module__.partition(".")[0] == "vllm":
+                    path = f"{owner.__module__}.{owner.__qualname__}.{name}"
+                    yield f"the abstract method {path} ({ours.__qualname__} has none)"
 
 
 def _has(owner: Any, name: str) -> bool:

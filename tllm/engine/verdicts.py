@@ -55,6 +55,15 @@ class _JudgedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return _noted(self._output.get_output(), self._verdicts)
 
+    @overrides(
+        "vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output",
+        "what a connector brought in a step that failed is not lost",
+        since="0.33",
+    )
+    def get_kv_connector_output(self) -> Any:
+        output: Any = self._output  # of 0.32 and before, where nobody asks
+        return output.get_kv_connector_output()
+
 
 def with_verdicts(output: Any, verdicts: StepVerdicts) -> Any:
     """What a model runner gave, with what conditions made of the step. Nothing is waited for that
