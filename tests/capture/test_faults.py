@@ -23,6 +23,7 @@ from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import ConsumerFlow, CpuExport, ResidualStream
 from tllm.registry import consumer_from_spec
 from tllm.runtime.ring import Ring
+from tllm.stores.queue import SpillFile
 
 
 @pytest.fixture
@@ -396,6 +397,30 @@ class TestHostMemory:
         stats = consumer.read_stats()
         assert stats["host_rows_dropped"] == stats["host_bytes"] == 0
         assert stats["host_bytes_spilled"] > self.LIMIT / 2
+
+    def test_a_slow_spill_disk_makes_the_engine_wait(self, llm, truth, monkeypatch):
+        """It took whatever memory the rows needed that waited for the disk."""
+        put, consume, under_way = SpillFile.put, MemoryConsumer.consume_bundle, []
+
+        def slow(file, rows):
+            time.sleep(0.02)
+            return put(file, rows)
+
+        def watched(consumer, bundle, ctx):
+            consume(consumer, bundle, ctx)
+            rows = bundle.entries["rows"].nbytes
+            under_way.append(consumer._captured_bytes - consumer._arrived_bytes - rows)
+
+        monkeypatch.setattr(SpillFile, "put", slow)
+        monkeypatch.setattr(MemoryConsumer, "consume_bundle", watched)
+        consumer = self.register(llm, "spill")
+        together, alone = self.captured(llm)
+        for output in (*together, *alone):
+            truth.check(output, self.SPEC)
+        assert max(under_way) <= self.LIMIT / 4
+        stats = consumer.read_stats()
+        assert stats["blocked_seconds"] > 0.05
+        assert stats["host_rows_dropped"] == 0 < stats["host_bytes_spilled"]
 
     def test_a_full_spill_file_is_said(self, llm, truth):
         consumer = self.register(llm, "spill", spill_bytes=20_000)

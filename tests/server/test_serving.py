@@ -864,7 +864,10 @@ def test_modules_come_and_go(server):
     assert server.get("/v1/steering/modules").json()["both"].keys() == both.keys()
     answer = server.post("/v1/steering/modules/register", {"name": "both", **both})
     assert answer.status_code == 400
-    assert "clamps, prefill_vectors was given beside the name; put what" in answer.text
+    assert answer.json()["error"]["message"] == (
+        "clamps, prefill_vectors was given, and is no field; give any of name, spec: "
+        '"spec": {"clamps": ...}'
+    )
     assert server.post("/v1/steering/modules/unregister", {"name": "both"}).is_success
     for name in ("", "  ", "a\0b", 257 * "a"):
         answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})

@@ -4,14 +4,14 @@ fetched by reference, and sweeps."""
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tllm.consumers.esamp import ESampConsumer
 from tllm.engine.handlers import engine_metrics
@@ -58,15 +58,11 @@ class ModuleBody(StrictBody):
         f"{', '.join(f'`{field}`' for field in _OF_MODULES)}."
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _nothing_beside(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and (beside := sorted(given.keys() & {*_OF_MODULES})):
-            raise ValueError(
-                f"{', '.join(beside)} was given beside the name; put what the module does into "
-                f'spec: {{"name": ..., "spec": {{"{beside[0]}": ...}}}}'
-            )
-        return given
+    def _no_field(cls, unknown: Sequence[str]) -> str:
+        told = super()._no_field(unknown)
+        inside = [name for name in unknown if name in _OF_MODULES]
+        return f'{told}: "spec": {{"{inside[0]}": ...}}' if inside else told
 
 
 class RegisteredName(StrictBody):

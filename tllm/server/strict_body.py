@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from fastapi import HTTPException, Request, Response
@@ -34,9 +34,7 @@ class StrictBody(BaseModel):
     def _told_in_words(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         known = cls.model_fields
         if isinstance(given, Mapping) and (unknown := sorted(given.keys() - known.keys())):
-            raise ValueError(
-                f"{', '.join(unknown)} was given, and is no field; give any of {', '.join(known)}"
-            )
+            raise ValueError(cls._no_field(unknown))
         try:
             return validate(given)
         except ValidationError as error:
@@ -45,6 +43,12 @@ class StrictBody(BaseModel):
                 raise
             told = [cls._fault(name, given) for name in [*wrong][:_TOLD]]
             raise ValueError("; ".join(told)) from None
+
+    @classmethod
+    def _no_field(cls, unknown: Sequence[str]) -> str:
+        """What is wrong with fields that it does not have."""
+        known = ", ".join(cls.model_fields)
+        return f"{', '.join(unknown)} was given, and is no field; give any of {known}"
 
     @classmethod
     def _fault(cls, name: str, given: Mapping[str, Any]) -> str:

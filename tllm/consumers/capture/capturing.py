@@ -51,6 +51,10 @@ _PATIENCE_S = 5.0
 _EARLY_BYTES = 8 << 20
 """Rows of a sequence that are worth a part of their own in what they are written to."""
 
+_SHARE_UNDER_WAY = 4
+"""What part of `host_mib` rows on their way may take beside it, where they may have to wait for a
+disk: one in so many."""
+
 _MAX_PLACES = 4096
 """Sets of places that are remembered."""
 
@@ -75,8 +79,9 @@ class Capturing(Consumer):
 
     Args:
         overflow: what happens to rows of running requests beyond `host_mib`: `drop` gives them up,
-            `spill` keeps up to `spill_mib` of them in a file in `spill_folder`; `block` makes the
-            engine wait for requests that have ended to be handed over, and then gives them up:
+            `spill` keeps up to `spill_mib` of them in a file in `spill_folder`, and makes the
+            engine wait while rows on their way there take a quarter of `host_mib`; `block` makes
+            the engine wait for requests that have ended to be handed over, and then gives them up:
             those that run free little before they end. What is given up is counted, and the results
             are `partial_error`.
         host_mib: rows of running requests in host memory; by default half of the machine's memory.
@@ -167,9 +172,8 @@ class Capturing(Consumer):
         self._concluded = threading.Condition()
         self._stalls = 0
         self._blocked_seconds = 0.0
-        self._limit = self._host_bytes
-        if self._limit is None:  # half of the machine's memory
-            self._limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        self._limit = half if self._host_bytes is None else self._host_bytes
         spill = None
         if self._overflow == "spill":
             folder = self._spill_folder
@@ -210,6 +214,8 @@ class Capturing(Consumer):
         under_way = self._captured_bytes - self._arrived_bytes
         if self._overflow == "block" and self._rows.held + under_way > self._limit - rows.nbytes:
             self._wait_for_host()
+        if self._overflow == "spill" and under_way:
+            self._wait_for_spilling(self._limit // _SHARE_UNDER_WAY - rows.nbytes)
         if dtype != "model":
             rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
@@ -247,6 +253,15 @@ class Capturing(Consumer):
 
         self._wait(self._concluded, done, "rows on their way, and requests that ended, to be taken")
 
+    def _wait_for_spilling(self, room: int) -> None:
+        """Wait until no more bytes than that are on their way to the host, or none are: those that
+        arrive are written to the spill file by the thread that takes them."""
+
+        def done() -> bool:
+            return self._captured_bytes - self._arrived_bytes <= max(0, room)
+
+        self._wait(self._concluded, done, "rows on their way to be spilled")
+
     def _wait(self, change: threading.Condition, done: Callable[[], bool], what: str) -> None:
         """Make the engine wait, and say so when that takes long."""
         with change:
@@ -257,7 +272,7 @@ class Capturing(Consumer):
                 self._stalls += patience == _PATIENCE_S
                 logger.warning(
                     "consumer %r: for %.1f s the engine, with all its requests, has waited for %s. "
-                    "Is a disk stalled? With overflow='drop' or 'spill' the engine does not wait.",
+                    "Is a disk stalled? With overflow='drop' the engine does not wait.",
                     self.consumer_id,
                     time.monotonic() - begin,
                     what,
