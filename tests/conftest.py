@@ -15,12 +15,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["NUMBA_NUM_THREADS"] = "1"  # drafting with numba sets OpenMP's number to its own
 
-import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
@@ -39,6 +37,7 @@ INTERPRETED = RUNNER == "v2" and not HAS_GPU
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch's large blocks, as caches are, in pages of 2 MiB
     "TRITON_F32_DEFAULT": "ieee",
     "TRITON_INTERPRET": str(int(INTERPRETED)),
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -85,31 +84,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Without a GPU, what vLLM does for one is not done, nor again what it did for an engine before
-    in this process.
+    """Engines start sooner; with a GPU they start as a user's."""
+    if not HAS_GPU and ("vllm" in sys.modules or len(session.items) > 100):
+        from tests.engine_starts import prepare
 
-    A full collection of garbage takes 0.4 s with all that is imported, and vLLM asks for four with
-    every engine, to have a GPU's memory back. It looks at every model class that it meets for the
-    first time on a machine in a process of its own, to keep CUDA out of this one: 8 s for each.
-    And every engine looks through all modules for Triton's kernels, to put others in their place:
-    0.3 s.
-    """
-    if HAS_GPU or not ("vllm" in sys.modules or len(session.items) > 100):
-        return
-    from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
-
-    from tllm.engine import seams
-
-    seams.modules()
-    registry._run_in_subprocess = lambda look: look()
-    platform = type(current_platform)
-    if register := getattr(platform, "register_triton_kernel_overrides", None):  # not in vLLM 0.30
-        platform.register_triton_kernel_overrides = staticmethod(cache(register))
-    of_vllm = types.SimpleNamespace(**{**vars(gc), "collect": lambda *generation: 0})
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("vllm.") and vars(module).get("gc") is gc:
-            vars(module)["gc"] = of_vllm
+        prepare()
 
 
 def pytest_unconfigure() -> None:

@@ -131,7 +131,7 @@ class ForkedContext(contexts.ForkServerContext):
 def preload() -> None:
     """Start the server, unless it runs. Best before a test changes the environment, which it
     keeps."""
-    forkserver.set_forkserver_preload([__name__, *OF_VLLM, "tllm.engine.worker"])
+    forkserver.set_forkserver_preload([__name__, *OF_VLLM, "tests.preloaded"])
     forkserver.ensure_running()
 
 

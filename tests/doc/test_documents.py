@@ -73,7 +73,8 @@ def test_the_code_of_a_document_runs_from_top_to_bottom(
     code = python_blocks(ROOT / name)
     # What needs a GPU runs here on the demo model.
     code = code.replace("Qwen/Qwen2.5-7B-Instruct", "demo/model")
-    code = code.replace('dtype="bfloat16"', 'dtype="bfloat16", enforce_eager=True')
+    small = 'dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=2**28'
+    code = code.replace('dtype="bfloat16"', small)
     script = tmp_path / "document.py"
     script.write_text(code)
     assert run(script)
