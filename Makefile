@@ -13,6 +13,8 @@ STAMP := $(VENV)/installed
 # What compiles comes before what is interpreted.
 V2_TESTS := tests/engine/test_compiled_norms.py tests/engine tests/runtime tests/esamp \
   tests/consumers tests/fuzz tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
+# Neither starts an engine or runs a kernel.
+V2_TESTS += $(addprefix --ignore=tests/runtime/test_,answers.py benchmark_peers.py)
 V1_ENGINE_TESTS := tests/engine tests/fuzz tests/doc
 # Five processes for two cores: two at a time, in this order.
 PASSES := test-v1 test-v2 test-v1-engine test-v1-oracle test-v2-oracle
