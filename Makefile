@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-.PHONY: demo test $(PASSES) test-oldest lint format clean
+.PHONY: demo test $(PASSES) test-oldest test-newest lint format clean
 
 $(STAMP): $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -70,9 +70,14 @@ test-oldest:
 	$(MAKE) --no-print-directory -j2 -Otarget VENV=.venv-oldest \
 	  LOCK=requirements/cpu-oldest.lock $(PASSES)
 
+# The newest, of which there is no build for CPUs: its Python on the kernels of the locked one.
+test-newest: $(STAMP)
+	$(BIN)/python -m tests.newest_vllm .newest
+	PYTHONPATH=$(CURDIR)/.newest $(MAKE) --no-print-directory -j2 -Otarget $(PASSES)
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest .newest

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from capture.truth import Truth
+from packaging.version import Version
 from vllm.v1.core.sched.interface import PauseState
 
 import tllm.stores
@@ -41,6 +42,7 @@ from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 from tllm.consumers.logging import LoggingConsumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.probe import ProbeConsumer
+from tllm.engine import versions
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, Sampler, TokenTarget
 from tllm.runtime.kernels import tap
 from tllm.runtime.steps import Steps
@@ -1058,7 +1060,7 @@ def test_sequences_go_on_behind_a_step_without_tokens(drafting, reference, draft
 def test_a_turn_that_ends_among_accepted_tokens_goes_on_behind_them(
     drafting, drafting_model, reference
 ):
-    """vLLM has computed tokens that it drops where a turn ends, and counts them."""
+    """vLLM before 0.33 has computed tokens that it drops where a turn ends, and counts them."""
     lanes, scheduler = DrivenLanes(drafting), drafting.llm_engine.engine_core.engine_core.scheduler
     allowed = FEW[:4]
     pick = random.Random(3)
@@ -1079,7 +1081,7 @@ def test_a_turn_that_ends_among_accepted_tokens_goes_on_behind_them(
             assert [allowed[i] for i in likeliest] == drawn[name]
             sessions[name] = [*tokens, *drawn[name][:-1]]
             counted += scheduler.requests[name].num_computed_tokens > len(sessions[name])
-    assert counted or drafting_model.ahead
+    assert counted or drafting_model.ahead or versions.probe().version >= Version("0.33")
     lanes.abort(*sessions)
     while scheduler.has_requests():
         lanes.step()
