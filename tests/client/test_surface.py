@@ -541,6 +541,8 @@ ONLINE: dict[str, Method] = {
     "reset_mm_cache": Method(asked(lambda e: e.reset_mm_cache())),
     "reset_prefix_cache": Method(asked(lambda e: e.reset_prefix_cache())),
     "scale_elastic_ep": Method(asked(lambda e: e.scale_elastic_ep(1))),
+    "get_external_elastic_ep_status": Method(asked(lambda e: e.get_external_elastic_ep_status())),
+    "should_keep_api_server_alive": Method(asked(lambda e: e.should_keep_api_server_alive)),
     "sleep": Method(asked(lambda e: slept_async(e, 1))),
     "wake_up": Method(asked(lambda e: slept_async(e, 0))),
     "start_profile": Method(asked(lambda e: e.start_profile())),

@@ -537,7 +537,8 @@ def test_responses_have_their_results(server, client, model):
 
     stream = client.responses.create(**body, stream=True, extra_body=asked)
     last = list(stream)[-1]
-    assert last.type == "response.completed"
+    # `max_output_tokens` were all used, of which vLLM before 0.33 says nothing.
+    assert last.type in ("response.completed", "response.incomplete")
     assert last.response.output_text == whole["output"][0]["content"][0]["text"]
     for name in ("capture_results", "consumer_results"):
         assert getattr(last.response, name) == whole[name]

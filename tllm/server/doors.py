@@ -42,6 +42,9 @@ _BACKGROUND_S = 10.0
 """How long an answer that is computed in the background is waited for to begin."""
 _OVER = ("completed", "incomplete", "cancelled", "failed")
 """How an answer stands that was computed in the background."""
+_LAST_EVENTS = tuple(f"response.{over}" for over in _OVER)
+"""Types of the event that has the whole answer: since vLLM 0.33 one that ran out of tokens is
+incomplete."""
 _DONE = "data: [DONE]"
 _STEERING_FIELDS = ("steering_vectors", "steering_clamps")
 _RESULTS = ("capture_results", "consumer_results")
@@ -194,7 +197,7 @@ class Door:
     ) -> AsyncGenerator[Any, None]:
         async with aclosing(events):
             async for event in events:
-                if event.type == "response.completed":
+                if event.type in _LAST_EVENTS:
                     self._with_told(event.response, response_id)
                 yield event
 
@@ -390,7 +393,7 @@ class Door:
                     return
                 finally:
                     WATCH.reset(token)
-                if event.type == "response.completed":
+                if event.type in _LAST_EVENTS:
                     _with_turns(event.response, self._samples(noted, wanted))
                 elif event.type == "response.output_text.delta":
                     given = await scores.of(len(noted) - 1, 0)
