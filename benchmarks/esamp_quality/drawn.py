@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.esamp_quality.keys import Blocks, Keys
+from benchmarks.esamp_quality.keys import Blocks, Keys, guided_and_drawn
 from tllm.consumers.base import Consumer
 from tllm.consumers.esamp.distiller import AdamW, Layout, gate
 from tllm.ports import (
@@ -19,8 +19,6 @@ from tllm.ports import (
     PortBundle,
     ResidualStream,
     RowMeta,
-    Sampler,
-    TokenTarget,
 )
 
 RANK = 64
@@ -59,19 +57,7 @@ class DrawnESamp(Consumer):
 
     def flows(self) -> Sequence[ConsumerFlow]:
         source = ResidualStream.read(layer=self.layer, phase="decode", role="source")
-        return [
-            ConsumerFlow(
-                reads=[source],
-                writes=[Sampler.write(phase="decode")],
-                window="same_step",
-                delivery="device_lease",
-            ),
-            ConsumerFlow(
-                reads=[source, TokenTarget.read(phase="decode")],
-                window="same_step",
-                delivery="device_lease",
-            ),
-        ]
+        return guided_and_drawn(source)
 
     def start(self, ctx: ConsumerContext) -> None:
         model = ctx.model

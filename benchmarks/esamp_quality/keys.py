@@ -9,12 +9,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tllm.ports import RequestInfo, RowMeta
+from tllm.ports import ConsumerFlow, PortRead, RequestInfo, RowMeta, Sampler, TokenTarget
 
 
 def key_of(request: RequestInfo) -> str:
     """The group that a request names, or its prompt."""
     return str(request.options.get("group") or request.prompt_id)
+
+
+def guided_and_drawn(read: PortRead) -> list[ConsumerFlow]:
+    """Rows before their tokens are drawn, to guide by, and again with the tokens, to learn from."""
+    return [
+        ConsumerFlow(
+            reads=[read],
+            writes=[Sampler.write(phase="decode")],
+            window="same_step",
+            delivery="device_lease",
+        ),
+        ConsumerFlow(
+            reads=[read, TokenTarget.read(phase="decode")],
+            window="same_step",
+            delivery="device_lease",
+        ),
+    ]
 
 
 class Keys:

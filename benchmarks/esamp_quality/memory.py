@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from benchmarks.esamp_quality.keys import Blocks, Keys
+from benchmarks.esamp_quality.keys import Blocks, Keys, guided_and_drawn
 from tllm.consumers.base import Consumer
 from tllm.ports import (
     Candidates,
@@ -19,8 +19,6 @@ from tllm.ports import (
     PortBundle,
     ResidualStream,
     RowMeta,
-    Sampler,
-    TokenTarget,
 )
 
 NEARNESS = 0.02
@@ -45,19 +43,7 @@ class SampleMemory(Consumer):
 
     def flows(self) -> Sequence[ConsumerFlow]:
         state = ResidualStream.read(site="lm_head_in", phase="decode", role="state")
-        return [
-            ConsumerFlow(
-                reads=[state],
-                writes=[Sampler.write(phase="decode")],
-                window="same_step",
-                delivery="device_lease",
-            ),
-            ConsumerFlow(
-                reads=[state, TokenTarget.read(phase="decode")],
-                window="same_step",
-                delivery="device_lease",
-            ),
-        ]
+        return guided_and_drawn(state)
 
     @torch.inference_mode()
     def start(self, ctx: ConsumerContext) -> None:
