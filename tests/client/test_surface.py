@@ -834,7 +834,9 @@ def document(offline: Mapping[Any, Any], online: Mapping[Any, Any]) -> str:
             "",
             "## `AsyncLLM`",
             "",
-            *rows(ONLINE, theirs[1]),
+            *rows(
+                {name: ONLINE[name] for name in ONLINE if hasattr(TheirAsyncLLM, name)}, theirs[1]
+            ),
             "",
         ]
     )
