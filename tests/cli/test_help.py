@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from child_process import TLLM, run_command
+
 _SCRIPT = """
 import sys
 from typer.main import get_command
@@ -33,11 +35,7 @@ def test_help_loads_neither_vllm_nor_torch():
     assert (loaded, found.stderr) == ("set()", "")
 
 
-def test_serve_has_the_help_of_vllms_own_options_too():
-    ours = subprocess.run(
-        [sys.executable, "-c", "from tllm.cli import app; app()", "serve", "--help=max-model-len"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "--max-model-len" in ours.stdout and "--max-num-seqs" not in ours.stdout
+def test_serve_has_the_help_of_vllms_own_options_too(tmp_path):
+    asked = "serve", "--help=max-model-len"
+    status, ours = run_command(TLLM, *asked, log=tmp_path / "log", environment={})
+    assert status == 0 and "--max-model-len" in ours and "--max-num-seqs" not in ours

@@ -18,7 +18,7 @@ from tllm.runtime.kernels.backend import INTERPRETED
 
 ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
 
-METHODS = ["ngram", "eagle", "eagle3", "mtp", "eagle3-compiled"]
+METHODS = ["ngram", "eagle3", "eagle", "mtp", "eagle3-compiled"]
 """How tokens are drafted; `-compiled` where model and drafter are, and `-ahead` on the V2 runner
 where a step is scheduled before the tokens of the last are known. Others by hand, as
 `TLLM_TEST_DRAFTS="eagle-ahead-compiled mtp-ahead-compiled"`."""
@@ -28,6 +28,12 @@ elif ON_V2:
     METHODS = ["ngram", "eagle", "eagle-ahead", "eagle3-ahead", "mtp-ahead"]
 if asked := os.environ.get("TLLM_TEST_DRAFTS"):
     METHODS = asked.split()
+
+however_drafted = pytest.mark.parametrize(
+    "drafting_model", METHODS if ON_V2 or asked else METHODS[:2], indirect=True, scope="module"
+)
+"""Of a test of what is made of accepted tokens: drafted without a model and with one is enough. The
+methods are the first, since pytest makes an engine anew where a parameter has another number."""
 
 beyond_interpreting = pytest.mark.skipif(
     INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"

@@ -27,7 +27,14 @@ from engine.asking import (
     sampled,
 )
 from engine.drafters import DRAWN
-from engine.drafting import INTERPRETED, METHODS, ON_V2, DraftedModel, beyond_interpreting
+from engine.drafting import (
+    INTERPRETED,
+    METHODS,
+    ON_V2,
+    DraftedModel,
+    beyond_interpreting,
+    however_drafted,
+)
 from engine.guides import Guide
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
@@ -333,6 +340,7 @@ def test_captures_are_of_the_tokens_of_the_output(drafting, truth, tmp_path, pre
     drafts.assert_some_came_true()
 
 
+@however_drafted
 @beyond_interpreting
 def test_samples_have_rows_of_their_own_and_share_the_prompt(drafting, truth, drafts):
     spec = {"hooks": {"post_block": [2]}, "positions": "all_generated"}
@@ -707,6 +715,7 @@ REMEMBERING = [
 REMEMBERED = 10 if INTERPRETED else 36
 
 
+@however_drafted
 def test_conditions_that_remember_decide_as_without_drafts(
     drafting, reference, preemptions, drafts
 ):
@@ -779,6 +788,7 @@ def remembered(reference, prompt, when, place, field):
     return {field: {place[0]: {place[1]: entry}}}, change
 
 
+@however_drafted
 @beyond_interpreting
 @pytest.mark.parametrize("ending", [False, True], ids=["", "that may end it"])
 def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, drafts, ending):
@@ -808,6 +818,7 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
     drafts.assert_some_came_true()
 
 
+@however_drafted
 @beyond_interpreting
 def test_a_conversation_hears_nothing_of_one_whose_place_it_has(drafting, reference, drafts):
     """A conversation is forgotten while a request of it runs, and what holds for that request is
@@ -849,6 +860,7 @@ def test_a_conversation_hears_nothing_of_one_whose_place_it_has(drafting, refere
     drafts.assert_some_came_true()
 
 
+@however_drafted
 @beyond_interpreting
 def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
     drafting, reference, drafts
@@ -898,6 +910,7 @@ def edges_of(reference, outputs):
     return found
 
 
+@however_drafted
 @beyond_interpreting
 def test_a_rule_in_python_ends_a_sample_where_a_condition_does(drafting, reference, drafts):
     """Also where that token is followed by others that came true in the same pass."""
@@ -924,6 +937,7 @@ def test_a_rule_in_python_ends_a_sample_where_a_condition_does(drafting, referen
     drafts.assert_some_came_true()
 
 
+@however_drafted
 @beyond_interpreting
 @pytest.mark.parametrize("window", ["next_step", "background"])
 def test_a_rule_in_python_ends_a_sample_in_a_later_pass(drafting, reference, drafts, window):
@@ -949,6 +963,7 @@ def test_a_rule_in_python_ends_a_sample_in_a_later_pass(drafting, reference, dra
     drafts.assert_some_came_true()
 
 
+@however_drafted
 @pytest.mark.parametrize("lasts", [None, 1], ids=["to the end", "for a token"])
 def test_a_rule_in_python_steers_from_the_next_pass_on(drafting, reference, drafts, lasts):
     """Which token that is, it says itself; rows and tokens are those of a model that is changed

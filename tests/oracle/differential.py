@@ -390,7 +390,8 @@ def serving(
     finally:
         llm.llm_engine.engine_core.shutdown()  # with vLLM's own clean-up of groups and memory
         del llm, served.llm
-        gc.collect()
+        if torch.cuda.is_available():  # the next one needs its memory
+            gc.collect()
 
 
 @contextmanager

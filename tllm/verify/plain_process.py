@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from io import BytesIO
 from multiprocessing import get_context
 from typing import Any
 
@@ -31,7 +32,7 @@ class PlainProcess:
     def ask(self, question: Callable[..., Any], *args: Any) -> Any:
         """What `question(*args)` gives there; both it and its arguments are pickled."""
         # Bytes, because tensors would be handed over through shared memory, one file each.
-        answer = self._pool.submit(_answered, pickle.dumps((question, args)))
+        answer = self._pool.submit(_answered, _pickled((question, args)))
         return pickle.loads(answer.result())
 
     def close(self) -> None:
@@ -46,4 +47,23 @@ def _set_up(threads: int | None) -> None:
 
 def _answered(asked: bytes) -> bytes:
     question, args = pickle.loads(asked)
-    return pickle.dumps(question(*args))
+    return _pickled(question(*args))
+
+
+def _pickled(value: Any) -> bytes:
+    file = BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as numpy's arrays: torch's own way takes twenty times as long for small ones."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.dtype in _NUMPYS and not value.requires_grad:
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+_NUMPYS = (torch.float32, torch.int64, torch.bool)
+"""Dtypes that rows, tokens and masks have, and numpy has too."""
