@@ -35,10 +35,6 @@ however_drafted = pytest.mark.parametrize(
 """Of a test of what is made of accepted tokens: drafted without a model and with one is enough. The
 methods are the first, since pytest makes an engine anew where a parameter has another number."""
 
-beyond_interpreting = pytest.mark.skipif(
-    INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"
-)
-
 
 @dataclass(frozen=True)
 class DraftedModel:

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from capture.truth import Truth
+from interpreting import beyond_interpreting
 from packaging.version import Version
 from vllm.v1.core.sched.interface import PauseState
 
@@ -32,7 +33,6 @@ from engine.drafting import (
     METHODS,
     ON_V2,
     DraftedModel,
-    beyond_interpreting,
     however_drafted,
 )
 from engine.guides import Guide

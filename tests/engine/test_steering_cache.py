@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreting import beyond_interpreting
 from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, VOCAB
@@ -204,6 +205,7 @@ def test_unsteered_and_decode_only_requests_share_the_prompt_as_in_plain_vllm(
     assert hits_of(fresh, PROMPT + answer + [7], **again)[0] == 128
 
 
+@beyond_interpreting
 def test_steered_prompts_share_with_the_same_steering_only(fresh):
     assert hits_of(fresh, PROMPT)[0] == 0
     assert hits_of(fresh, PROMPT, **STEERED)[0] == 0
@@ -217,6 +219,7 @@ def test_steered_prompts_share_with_the_same_steering_only(fresh):
     assert hits_of(fresh, PROMPT)[0] == 96
 
 
+@beyond_interpreting
 def test_steering_from_a_position_on_shares_the_blocks_before_it(fresh):
     assert hits_of(fresh, PROMPT)[0] == 0
     late = {"vector": VECTORS[0], "positions": {"ranges": [[70, None]]}}
@@ -225,6 +228,7 @@ def test_steering_from_a_position_on_shares_the_blocks_before_it(fresh):
     assert hits_of(fresh, PROMPT, **asked)[0] == 96
 
 
+@beyond_interpreting
 def test_a_module_registered_anew_does_not_find_blocks_of_the_old_one(fresh):
     asked = {"steering_module_ref": "module"}
     fresh.steering.register_module("module", {"post_block": {0: VECTORS[0]}})

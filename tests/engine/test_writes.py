@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreting import beyond_interpreting
 
 from engine.adder import WRITTEN, Adder
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, tokens_of
@@ -212,7 +213,13 @@ class Changing(Recorder):
             ctx.writer("add").set([request], vector / 8)
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(False, id="together", marks=beyond_interpreting),
+        pytest.param(True, id="one by one"),
+    ],
+)
 def test_who_writes_anew_hears_that_rows_were_computed_again(tight_llm, reference, parts):
     """All rows that are computed again get the vectors of then; who is not preempted gets those of
     each row."""
@@ -266,7 +273,7 @@ def test_a_consumer_that_writes_nan_is_detached_and_spoils_no_block(llm):
     assert tokens_of(generate(llm, prompts, greedy(6))) == before
 
 
-@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=beyond_interpreting), 4])
 def test_who_comes_to_write_serves_no_request_whose_blocks_are_shared(llm, reference, steps):
     """Blocks with rows that were written to would be found by requests that nobody writes to."""
     place, v = ("post_block", 1), vector(12)

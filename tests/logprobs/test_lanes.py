@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from interpreting import beyond_interpreting
 
 from logprobs.asking import OTHER_ENGINE, PLACES, VOCAB, agrees, gathered, left_in, prompts
 from tllm.consumers.base import Consumer
@@ -59,7 +60,15 @@ def test_a_step_computes_its_new_tokens_only(lm):
     assert counts == [40, 41, 42, 45]
 
 
-@pytest.mark.parametrize("form", [{}, {"top_k": 9}, {"only": [3, 99]}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        pytest.param({"top_k": 9}, marks=beyond_interpreting),
+        pytest.param({"only": [3, 99]}, marks=beyond_interpreting),
+    ],
+    ids=str,
+)
 def test_lanes_with_forks_say_what_resubmission_says(lm, form):
     """Twice as many lanes as the engine runs at once, and more tokens than its cache holds."""
     rng = random.Random(len(form))
