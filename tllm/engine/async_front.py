@@ -191,8 +191,8 @@ class ResultQueue:
         self._queue.close()
 
     def _check_goes_on(self) -> None:
-        """Refuse to wait for what comes after the error of a streamed prompt, which vLLM takes for
-        the end of an input. It aborts the request where its inputs are at fault."""
+        """Refuse to wait for what comes after the error of a streamed prompt, which vLLM before
+        0.33 takes for the end of an input. It aborts the request where its inputs are at fault."""
         if self._given_up is not None:
             raise InputStreamError(RefusedError(self._given_up))
 
