@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
+from beyond_interpreting import beyond_interpreting
 from capture.truth import Truth
-from interpreting import beyond_interpreting
 from packaging.version import Version
 from vllm.v1.core.sched.interface import PauseState
 
@@ -28,13 +28,7 @@ from engine.asking import (
     sampled,
 )
 from engine.drafters import DRAWN
-from engine.drafting import (
-    INTERPRETED,
-    METHODS,
-    ON_V2,
-    DraftedModel,
-    however_drafted,
-)
+from engine.drafting import INTERPRETED, METHODS, ON_V2, DraftedModel, however_drafted
 from engine.guides import Guide
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreting import beyond_interpreting
+from beyond_interpreting import beyond_interpreting
 from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, VOCAB

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreting import beyond_interpreting
+from beyond_interpreting import beyond_interpreting
 
 from engine.adder import WRITTEN, Adder
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, tokens_of

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from beyond_interpreting import beyond_interpreting
 from engine.ahead import scheduling_ahead
 from engine.conftest import kept_plain_engine, plain_engine  # noqa: F401 - fixtures
-from engine.drafting import INTERPRETED, DraftedModel
+from engine.drafting import DraftedModel
 from tiny_engines import TINY_ENGINE
 
 from fuzz.rounds import SETUPS, Attack
 
 
-@pytest.fixture(params=SETUPS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=beyond_interpreting if setup.drafts else ())
+        for name, setup in SETUPS.items()
+    ]
+)
 def attacked(request, tiny_model, plain_engine, tmp_path):  # noqa: F811
     from contextlib import nullcontext
 
@@ -19,8 +25,6 @@ def attacked(request, tiny_model, plain_engine, tmp_path):  # noqa: F811
 
     setup = SETUPS[request.param]
     if setup.drafts:
-        if INTERPRETED:
-            pytest.skip("many passes in Triton's interpreter; runs on the V1 runner and on a GPU")
         drafted = DraftedModel.made(setup.drafts, tmp_path, tiny_model)
         alone = plain = LLM(drafted.path, **TINY_ENGINE | setup.options)
         llm = drafted.llm()

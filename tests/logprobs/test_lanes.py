@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from interpreting import beyond_interpreting
+from beyond_interpreting import beyond_interpreting
 
 from logprobs.asking import OTHER_ENGINE, PLACES, VOCAB, agrees, gathered, left_in, prompts
 from tllm.consumers.base import Consumer

@@ -60,7 +60,8 @@ class _Pickler(pickle.Pickler):
     """Tensors as numpy's arrays: torch's own way takes twenty times as long for small ones."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.dtype in _NUMPYS and not value.requires_grad:
+        plain = type(value) is torch.Tensor and value.is_cpu and not value.requires_grad
+        if plain and value.dtype in _NUMPYS:
             return torch.from_numpy, (value.numpy(),)
         return NotImplemented
 

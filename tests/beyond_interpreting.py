@@ -1,4 +1,4 @@
-"""What is too much for Triton's interpreter."""
+"""A mark of tests that would take Triton's interpreter minutes."""
 
 import pytest
 
@@ -7,4 +7,4 @@ from tllm.runtime.kernels.backend import INTERPRETED
 beyond_interpreting = pytest.mark.skipif(
     INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"
 )
-"""Of a test whose passes are as many others' are: what it shows does not depend on the runner."""
+"""For tests that show nothing of the V2 runner which quicker ones do not show."""
