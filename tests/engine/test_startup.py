@@ -30,6 +30,11 @@ def test_norms_that_vllm_computes_in_another_way_are_left_to_it(llm, monkeypatch
     config = llm.llm_engine.vllm_config
     worker = llm.llm_engine.model_executor.driver_worker.worker
     norm = worker.model_runner.get_model().model.norm
+    preferred = config.kernel_config.ir_op_priority
+    # An engine without a compiler prefers them on a GPU.
+    monkeypatch.setattr(preferred, "fused_add_rms_norm", ["vllm_c", "native"])
+    assert model_view.added_norm(config, norm) is None
+    monkeypatch.setattr(preferred, "fused_add_rms_norm", ["native"])
     ours = model_view.added_norm(config, norm)
     assert (ours.module, ours.eps) == (norm, norm.variance_epsilon)
     with set_current_vllm_config(config):
