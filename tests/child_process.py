@@ -108,9 +108,11 @@ def run_script(
             warnings.warn(f"run again: {hung}", stacklevel=2)
 
 
-def run_command(script, *arguments, log, environment, timeout=300, cwd=None):
+def run_command(script, *arguments, log, environment, timeout=300, cwd=None, forks=False):
     """The exit status of `python SCRIPT ARGUMENTS`, and what it printed; else as `run_script`."""
-    process = script_process(script, *arguments, log=log, environment=environment, cwd=cwd)
+    process = script_process(
+        script, *arguments, log=log, environment=environment, cwd=cwd, forks=forks
+    )
     process.start()
     _wait_for(process, script, log, timeout, fails=True)
     return process.exitcode, log.read_text()

@@ -31,7 +31,9 @@ def test_help_loads_neither_vllm_nor_torch():
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
     )
     *commands, loaded = found.stdout.splitlines()
-    assert {"serve", "verify", "capture", "sweep", "strength-sweep", "store ls"} <= {*commands}
+    assert {"serve", "run-batch", "verify", "capture", "sweep", "strength-sweep", "store ls"} <= {
+        *commands
+    }
     assert (loaded, found.stderr) == ("set()", "")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 COMMANDS = {
     "serve": ["serve", "MODEL", "--dry-run"],
+    "run-batch": ["run-batch", "MODEL", "-i", "LINES", "-o", "OUT"],
     "verify": ["verify", "MODEL"],
     "capture": [
         *("capture", "--model", "MODEL", "--input", "LINES", "--out", "OUT"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import torch
 from tiny_engines import SHARE
@@ -16,6 +19,7 @@ from engine.modes import Reader, vectors
 from engine.reference import HIDDEN
 from tllm import AsyncLLM, SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.engine.shutdown import Shutdown
 from tllm.ports import ConsumerFlow, RequestMeta, ResidualStream
 
 READ = ResidualStream.read(layer=1, site="post_block", role="hidden")
@@ -48,6 +52,22 @@ BURST = (0.5, 0.75, 1, 1.25, 1.5)
 """How much of a vector requests that come together have."""
 ENDED_AFTER = 3
 """Tokens before which it does not end a sample."""
+
+
+class Parting(Consumer):
+    """Takes a while to make a file when it stops."""
+
+    consumer_id = "parting"
+
+    def __init__(self, path):
+        self.path = path
+
+    def flows(self):
+        return []
+
+    def stop(self):
+        time.sleep(1)
+        self.path.touch()
 
 
 class Writing(Consumer):
@@ -370,7 +390,12 @@ async def main(model: str, output: str) -> None:
     await collect(engine, {"prompt_token_ids": [3]}, params(2), "last")
     saved["stats"] = await engine.intervention_stats()
     saved["broken"] = await broken_samples(engine)
-    engine.shutdown()
+    parting = Path(f"{output}.parted")
+    await engine.register_consumer(Parting(parting))
+    Shutdown(engine, engine.clear_consumers)
+    # As a server does that is told to end.
+    await asyncio.get_running_loop().run_in_executor(None, partial(engine.shutdown, timeout=0))
+    saved["parted"] = parting.exists()
     torch.save(saved, output)
 
 

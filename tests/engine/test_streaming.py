@@ -54,6 +54,10 @@ def test_the_last_of_the_streamed_outputs_carries_the_rows(saved, reference):
             assert error_of(row, expected) < RELATIVE
 
 
+def test_consumers_stop_before_a_server_kills_their_engine(saved):
+    assert saved["parted"]
+
+
 @pytest.mark.parametrize("name", ["CUMULATIVE 1", "CUMULATIVE 2", "DELTA 1", "DELTA 2"])
 def test_results_have_all_tokens_of_all_samples_however_they_are_streamed(saved, reference, name):
     """A delta has a part of the tokens, and a sample may end in an output before the last."""

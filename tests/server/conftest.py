@@ -72,12 +72,13 @@ def interventions(folder: Path) -> list[str]:
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 
 
-def somebody_elses(folder: Path) -> str:
-    """A folder for the path in which a package of consumers is installed that is not ours."""
-    info = folder / "turning-1.0.dist-info"
+def somebody_elses(folder: Path, name: str = "turning") -> str:
+    """A folder for the path in which a package of a consumer is installed that is not ours."""
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: turning\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tllm.consumers]\nturning = server.turning:Turning")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    made = f"{name} = server.{name}:{name.title()}"
+    (info / "entry_points.txt").write_text(f"[tllm.consumers]\n{made}")
     return str(ROOT / "tests")
 
 

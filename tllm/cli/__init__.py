@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -16,7 +16,7 @@ from tllm.cli.console import Commands, output_console
 from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_model, check_there, check_writable, missing_here
 from tllm.cli.store import app as store_app
-from tllm.cli.vllm_help import ServeCommand
+from tllm.cli.vllm_help import VllmCommand
 from tllm.spec.layers import Layers
 
 app = typer.Typer(
@@ -49,6 +49,34 @@ EngineArguments = Annotated[
     list[str] | None,
     typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
 ]
+ConsumerSpecs = Annotated[
+    list[str] | None, typer.Option(help="A consumer, as name:key=value,...; repeatable.")
+]
+CaptureConsumerSpecs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--capture-consumer",
+        "--capture-consumers",
+        help="A consumer whose results are capture results; repeatable.",
+    ),
+]
+SteeringModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A steering module, as name=path of vectors, or of a spec in JSON; repeatable."
+    ),
+]
+HookPoints = Annotated[
+    str | None, typer.Option(help="Hook points to install, with commas between; or all.")
+]
+OurEngineArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=VALUE, an argument of tllm.LLM that vLLM has not, such as "
+        "max_steering_configs=64; repeatable."
+    ),
+]
+DryRun = Annotated[bool, typer.Option(help="Print the command, and do not run it.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,27 +113,13 @@ def doctor_command(
     raise typer.Exit(1 if report.problems else 0)
 
 
-@app.command(cls=ServeCommand, context_settings=_FURTHER)
+@app.command(cls=VllmCommand, context_settings=_FURTHER)
 def serve(
     context: typer.Context,
     model: Model,
-    consumer: Annotated[
-        list[str] | None, typer.Option(help="A consumer, as name:key=value,...; repeatable.")
-    ] = None,
-    capture_consumer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--capture-consumer",
-            "--capture-consumers",
-            help="A consumer whose results are capture results; repeatable.",
-        ),
-    ] = None,
-    steering_module: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A steering module, as name=path of vectors, or of a spec in JSON; repeatable."
-        ),
-    ] = None,
+    consumer: ConsumerSpecs = None,
+    capture_consumer: CaptureConsumerSpecs = None,
+    steering_module: SteeringModules = None,
     admin_api_key: Annotated[
         str | None,
         typer.Option(
@@ -113,27 +127,19 @@ def serve(
             help="Key of the admin routes; without one they answer on loopback only.",
         ),
     ] = None,
-    hook_points: Annotated[
-        str | None, typer.Option(help="Hook points to install, with commas between; or all.")
-    ] = None,
+    hook_points: HookPoints = None,
     allow_capture: Annotated[bool, typer.Option(help="Let requests capture.")] = True,
     allow_consumers: Annotated[
         bool, typer.Option(help="Let requests give options to consumers.")
     ] = True,
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=VALUE, an argument of tllm.LLM that vLLM has not, such as "
-            "max_steering_configs=64; repeatable."
-        ),
-    ] = None,
+    engine_arg: OurEngineArguments = None,
     limits: Annotated[
         Path | None, typer.Option(help="A JSON file with what callers may ask, by API key.")
     ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="The most that a request's body may have.")
     ] = 64,
-    dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Serve a model over HTTP with interventions; further options are those of `vllm serve`, which
     --help=all prints, --help=Frontend of one group, and --help=max-model-len by name."""
@@ -154,10 +160,7 @@ def serve(
                 "max_body_mib": max_body_mib,
             }
         )
-        options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
-        if hook_points is not None:
-            points = tuple(values.several(hook_points))
-            options["hook_points"] = "all" if points == ("all",) else points
+        options = _options_of_engine(engine_arg, hook_points)
         own = _own_options(context)
         command = serving.command(model, context.args, settings, options, own)
     except ValueError as error:
@@ -166,6 +169,52 @@ def serve(
         print(serving.shown(*command))
         return
     serving.run(*command)
+
+
+@app.command("run-batch", cls=VllmCommand, context_settings=_FURTHER)
+def run_batch(
+    context: typer.Context,
+    model: Model,
+    input_file: Annotated[
+        Path,
+        typer.Option("-i", "--input-file", help="Requests, one a line, as vllm run-batch reads."),
+    ],
+    output_file: Annotated[
+        str, typer.Option("-o", "--output-file", help="Where the answers go: a path, or a URL.")
+    ],
+    consumer: ConsumerSpecs = None,
+    capture_consumer: CaptureConsumerSpecs = None,
+    steering_module: SteeringModules = None,
+    hook_points: HookPoints = None,
+    engine_arg: OurEngineArguments = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Answer a file of requests with interventions, without a server: `vllm run-batch`, whose other
+    options may follow (--help=all prints them). Results stand in the answers."""
+    from tllm.cli import serving
+    from tllm.cli.batch_lines import check_lines
+
+    try:
+        check_model(model)
+        check_lines(input_file)
+        if "://" not in output_file:
+            check_writable("-o", Path(output_file))
+        given: dict[str, Any] = {
+            "consumers": tuple(consumer or ()),
+            "capture_consumers": tuple(capture_consumer or ()),
+            "steering_modules": serving.modules_of(steering_module or ()),
+        }
+        options = _options_of_engine(engine_arg, hook_points)
+        own = _own_options(context)
+        files = str(input_file), output_file
+        with serving.batch_settings(given) as settings:
+            command = serving.batch_command(model, files, context.args, settings, options, own)
+            if dry_run:
+                print(serving.shown(*command))
+                return
+            serving.run(*command)
+    except ValueError as error:
+        _refuse(error)
 
 
 @app.command("verify", context_settings=_FURTHER)
@@ -494,6 +543,17 @@ def _nothing_further(context: typer.Context) -> None:
 def _own_options(context: typer.Context) -> list[str]:
     """The options that a command itself has, also those that say no."""
     return [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
+
+
+def _options_of_engine(engine_arg: list[str] | None, hook_points: str | None) -> dict[str, Any]:
+    """Arguments of tLLM's engine that a command was given."""
+    from tllm.cli import serving
+
+    options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
+    if hook_points is not None:
+        points = tuple(values.several(hook_points))
+        options["hook_points"] = "all" if points == ("all",) else points
+    return options
 
 
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:

@@ -1,4 +1,4 @@
-"""`tllm serve`: an ordinary `vllm serve`, with what interventions need."""
+"""`tllm serve` and `tllm run-batch`: ordinary commands of vLLM's, with what interventions need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import entry_points
 from itertools import chain, pairwise, zip_longest
@@ -42,6 +43,8 @@ _LOADED_UNNAMED = (
     "vllm.stat_logger_plugins",
 )
 """Groups of plugins that vLLM loads whole where `VLLM_PLUGINS` is not set."""
+_GIVEN = ("--worker-cls", "--scheduler-cls", "--additional-config")
+"""Options of vLLM's that make its engine ours."""
 _ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"hook_points"} | {"enable_steering"}
 """What `--engine-arg` gives."""
 
@@ -66,6 +69,14 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
     return named.model_copy(update={name: getattr(of_command, name) for name in chosen})
 
 
+@contextmanager
+def batch_settings(given: Mapping[str, Any]) -> Iterator[ServerSettings]:
+    """The same for a batch. All of a result stands in its answer, since no server is there from
+    which it could be fetched."""
+    with tempfile.TemporaryDirectory(prefix="tllm-batch-") as folder:
+        yield settings_of({**given, "inline_bytes": sys.maxsize, "captures_folder": Path(folder)})
+
+
 def command(
     model: str,
     more: Sequence[str],
@@ -80,36 +91,69 @@ def command(
         options: fields of `EngineOptions` that were given.
         own: options of `tllm serve` itself, such as `--consumer` and `--no-allow-capture`.
     """
-    of_file = _options_of_file(more, own)
+    read = _read_by_vllm("serve", more, own, _GIVEN)
+    if settings.captures_folder is None and _any_port(read):
+        settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
+    engine = _engine(read, settings, options)
+    arguments = [sys.executable, *launch.command("serve"), model, *engine, *more]
+    return arguments, _environment(settings)
+
+
+def batch_command(
+    model: str,
+    files: tuple[str, str],
+    more: Sequence[str],
+    settings: ServerSettings,
+    options: dict[str, Any],
+    own: Collection[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """The same of `vllm run-batch`.
+
+    Args:
+        files: paths of its input and its output.
+    """
+    read = _read_by_vllm("run-batch", more, own, (*_GIVEN, "--model"))
+    engine = _engine(read, settings, options)
+    arguments = ["--model", model, "-i", files[0], "-o", files[1], *engine, *more]
+    return [sys.executable, *launch.command("run-batch"), *arguments], _environment(settings)
+
+
+def _read_by_vllm(
+    name: str, more: Sequence[str], own: Collection[str], given_by_us: Sequence[str]
+) -> list[str]:
+    """The options that a command of vLLM's will have read, those of its file first: what the
+    command line says counts where both say something. Those of ours are refused."""
+    of_file = _options_of_file(name, more, own)
     for flag in filter(None, map(_flag_of, [*more, *of_file])):
-        if (name := flag.removeprefix("--").replace("-", "_")) in _ENGINE_OPTIONS:
+        if (option := flag.removeprefix("--").replace("-", "_")) in _ENGINE_OPTIONS:
             raise ValueError(
-                f"{flag} is no option of vllm serve, but an argument of tLLM's engine: give "
-                f"--engine-arg {name}=VALUE"
+                f"{flag} is no option of vllm {name}, but an argument of tLLM's engine: give "
+                f"--engine-arg {option}=VALUE"
             )
-    for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
+    for flag in given_by_us:
         for place, options_there in (("", more), (" in the file of --config", of_file)):
             given = [each for each in map(_flag_of, options_there) if len(each) > 2]
             if any(map(flag.startswith, given)):
                 raise ValueError(
-                    f"{flag} was given{place}, but tllm serve gives it itself; leave it out"
+                    f"{flag} was given{place}, but tllm {name} gives it itself; leave it out"
                 )
-    specs = (*settings.consumers, *settings.capture_consumers)
-    # What the command line says comes after the file, and counts where both say something.
-    read = [*of_file, *more]
-    eager = {"enforce_eager": _is_eager(read)}
-    consumers = list(map(_consumer, specs))
+    return [*of_file, *more]
+
+
+def _engine(read: Sequence[str], settings: ServerSettings, options: dict[str, Any]) -> list[str]:
+    """Options of vLLM's with which its engine is ours."""
+    consumers = list(map(_consumer, (*settings.consumers, *settings.capture_consumers)))
     counted = Counter(consumer.consumer_id for consumer in consumers)
     if twice := [name for name, count in counted.items() if count > 1]:
         raise ValueError(f"two consumers are called {twice[0]!r}; give one another consumer_id")
-    engine = engine_arguments(eager, options, consumers)
-    arguments = [sys.executable, "-m", launch.module(), "serve", model]
-    arguments += ["--worker-cls", engine["worker_cls"], "--scheduler-cls", engine["scheduler_cls"]]
-    if settings.captures_folder is None and _any_port(read):
-        settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
+    engine = engine_arguments({"enforce_eager": _is_eager(read)}, options, consumers)
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
-    arguments += ["--additional-config", json.dumps(config), *more]
-    return arguments, {
+    values = (engine["worker_cls"], engine["scheduler_cls"], json.dumps(config))
+    return list(chain.from_iterable(zip(_GIVEN, values, strict=True)))
+
+
+def _environment(settings: ServerSettings) -> dict[str, str]:
+    return {
         _PLUGINS: ",".join(_allowed_plugins()),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
@@ -125,8 +169,8 @@ def _allowed_plugins() -> list[str]:
     return list(dict.fromkeys([*others, "tllm"]))
 
 
-def _options_of_file(more: Sequence[str], own: Collection[str]) -> list[str]:
-    """The options that vLLM takes from the file after `--config`. One of `tllm serve` itself, which
+def _options_of_file(command: str, more: Sequence[str], own: Collection[str]) -> list[str]:
+    """The options that vLLM takes from the file after `--config`. One of our command itself, which
     vLLM does not know, and drops where its value is false, is refused."""
     if any(each.startswith("--config=") for each in more):
         raise ValueError(
@@ -143,7 +187,7 @@ def _options_of_file(more: Sequence[str], own: Collection[str]) -> list[str]:
         if (flag := _flag_of(f"--{name}")) in own:
             raise ValueError(
                 f"{name} was given in the file of --config, whose options are those of vllm "
-                f"serve; it is one of tllm serve's own: give {flag} on the command line"
+                f"{command}; it is one of tllm {command}'s own: give {flag} on the command line"
             )
     return options
 

@@ -1,4 +1,5 @@
-"""`tllm serve --help=GROUP`: what `vllm serve` says of its options, one group of them at a time."""
+"""`tllm serve --help=GROUP`: what vLLM's command of the same name says of its options, one group of
+them at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from tllm.engine import launch
 _ASKED = "--help="
 
 
-class ServeCommand(TyperCommand):
-    """A command that becomes `vllm serve --help=GROUP` where that is asked for."""
+class VllmCommand(TyperCommand):
+    """A command that becomes vLLM's `--help=GROUP` where that is asked for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for argument in args:
             if argument.startswith(_ASKED) and not ctx.resilient_parsing:
-                command = [sys.executable, "-m", launch.module(), "serve", argument]
+                command = [sys.executable, *launch.command(str(ctx.info_name)), argument]
                 os.execv(sys.executable, command)
         return super().parse_args(ctx, args)

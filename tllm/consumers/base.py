@@ -258,7 +258,8 @@ class Consumer(ABC):
         """
 
     def stop(self) -> None:
-        """Called once in the worker when the consumer is removed, or the engine ends."""
+        """Called once in the worker when the consumer is removed, or the engine ends; not where
+        vLLM kills the worker, as with several processes of the API server."""
 
     def synchronize(self) -> None:
         """Wait until all work handed to this consumer is done. Implemented for the worker; on

@@ -21,6 +21,11 @@ def module() -> str:
     return "vllm.entrypoints.cli.main"
 
 
+def command(name: str) -> list[str]:
+    """What runs `vllm serve`, or `vllm run-batch`, as arguments of Python."""
+    return ["-m", "tllm.engine.run_batch"] if name == "run-batch" else ["-m", module(), name]
+
+
 def engine_parser(program: str) -> argparse.ArgumentParser:
     """A parser of the options that `vllm serve` has for its engine."""
     from vllm import EngineArgs

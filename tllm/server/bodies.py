@@ -51,23 +51,30 @@ class CheckedBodies:
             return
         ours = path.startswith(_OUR_ROUTES) or path in _READ_BY
         body = b"" if ours else b"".join(message.get("body", b"") for message in messages)
-        given = {} if _is_form(scope) else _json(body)
-        named = _in_form(body) if _is_form(scope) else _in_json(given)
-        if named:
-            message = (
-                f"{named[0]} was given, but {path} does not read it; {_instead(scope.get('app'))}"
-            )
-            await _error(400, message, named[0])(scope, receive, send)
+        given = _form(body) if _is_form(scope) else _json(body)
+        if refused := refusal(path, given, _instead(scope.get("app"))):
+            await _error(400, *refused)(scope, receive, send)
             return
-        for place, inside in _handed_on(given):
-            if refusal := refusal_of_own(place, inside):
-                await _error(400, refusal, place)(scope, receive, send)
-                return
 
         async def again() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, again, send)
+
+
+def refusal(path: str, given: dict[str, Any], instead: str) -> tuple[str, str] | None:
+    """Why a body is refused at a path that reads none of our fields, and the field; None for one
+    that asks for nothing of ours.
+
+    Args:
+        instead: what to do.
+    """
+    if named := _in_json(given):
+        return f"{named[0]} was given, but {path} does not read it; {instead}", named[0]
+    for place, inside in _handed_on(given):
+        if refused := refusal_of_own(place, inside):
+            return refused, place
+    return None
 
 
 def _instead(app: Any) -> str:
@@ -91,10 +98,9 @@ def _is_form(scope: Scope) -> bool:
     return bool(kind.startswith(b"multipart/form-data"))
 
 
-def _in_form(body: bytes) -> list[str]:
-    """Our fields that a form has, such as those of audio."""
-    names = (name.decode("latin-1") for name in _NAME_IN_FORM.findall(body))
-    return [name for name in names if _is_ours(name)]
+def _form(body: bytes) -> dict[str, str]:
+    """The fields that a form has, such as those of audio; their values are not looked at."""
+    return {name.decode("latin-1"): "" for name in _NAME_IN_FORM.findall(body)}
 
 
 def _json(body: bytes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tllm.client.llm import attach
 from tllm.client.results import check_steered
 from tllm.engine import versions
 from tllm.engine.handlers import check_pooled
+from tllm.engine.shutdown import Shutdown
 from tllm.server.bodies import CheckedBodies
 from tllm.server.document import add_fields
 from tllm.server.doors import Door
@@ -32,6 +33,7 @@ class InterventionPlugin:
 
     name = "tllm"
     required_tasks = None
+    _interventions: Attached | None = None
 
     def attach_router(self, app: Any) -> None:
         """Called by vLLM when the app is built."""
@@ -58,10 +60,13 @@ class InterventionPlugin:
             capture_consumers=settings.capture_consumers,
             result_timeout_s=settings.result_timeout_s,
         )
+        self._interventions = interventions
+        Shutdown(engine_client, self.finish)
         await interventions.intervention_stats()  # with it all consumers begin, or the server ends
         for name, path in settings.steering_modules.items():
             await _register(interventions, name, path)
-        files = capture_files(settings, args.port, args.uds)
+        # A batch has no socket.
+        files = capture_files(settings, args.port, getattr(args, "uds", None))
         live = LiveScores(interventions)
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         sweeps = PatchSweeps(interventions, limits, state.openai_serving_models)
@@ -73,6 +78,11 @@ class InterventionPlugin:
         if doors:  # a request may name a module
             state.openai_serving_models = ListedModels(state.openai_serving_models, interventions)
         check_pooled((state[name] for name in state), check_steered)
+
+    async def finish(self) -> None:
+        """Called before the engine is killed: consumers do what they still have to do."""
+        if self._interventions is not None:
+            await self._interventions.clear_consumers()
 
 
 async def _register(interventions: Attached, name: str, path: str) -> None:
