@@ -6,6 +6,7 @@ vLLM's own prepares its handlers without plugins, and kills its engine when the 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from tllm.engine.seams import uses
@@ -20,14 +21,12 @@ _PREPARED = "engine_client state args supported_tasks"
 uses(_BATCH, "init_app_state", _FOR, takes=_PREPARED, since=_SINCE)
 uses(_BATCH, "run_batch", _FOR, takes="engine_client args", since=_SINCE)
 uses("vllm.plugins", "load_endpoint_plugins", _FOR, takes="supported_tasks", since=_SINCE)
-uses("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", _FOR, since=_SINCE)
 
 
 def main() -> None:
     """Do what `vllm run-batch` does with the arguments of this process."""
     from prometheus_client import start_http_server
     from vllm.entrypoints.launchers import run_batch
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.plugins import load_endpoint_plugins
 
     prepare, answer = run_batch.init_app_state, run_batch.run_batch
@@ -50,7 +49,7 @@ def main() -> None:
                     await plugin.finish()
 
     vars(run_batch).update(init_app_state=with_plugins, run_batch=to_the_end)
-    cli_env_setup()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's commands do
     arguments = run_batch.parse_args()
     if arguments.enable_metrics:
         start_http_server(port=arguments.port, addr=arguments.host or arguments.url)
