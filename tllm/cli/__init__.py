@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -194,27 +196,31 @@ def run_batch(
     from tllm.cli import serving
     from tllm.cli.batch_lines import check_lines
 
-    try:
-        check_model(model)
-        check_lines(input_file)
-        if "://" not in output_file:
-            check_writable("-o", Path(output_file))
-        given: dict[str, Any] = {
-            "consumers": tuple(consumer or ()),
-            "capture_consumers": tuple(capture_consumer or ()),
-            "steering_modules": serving.modules_of(steering_module or ()),
-        }
-        options = _options_of_engine(engine_arg, hook_points)
-        own = _own_options(context)
-        files = str(input_file), output_file
-        with serving.batch_settings(given) as settings:
+    with tempfile.TemporaryDirectory(prefix="tllm-batch-") as folder:
+        try:
+            check_model(model)
+            check_lines(input_file)
+            if "://" not in output_file:
+                check_writable("-o", Path(output_file))
+            settings = serving.settings_of(
+                {
+                    "consumers": tuple(consumer or ()),
+                    "capture_consumers": tuple(capture_consumer or ()),
+                    "steering_modules": serving.modules_of(steering_module or ()),
+                    # No server is there from which results could be fetched.
+                    "inline_bytes": sys.maxsize,
+                    "captures_folder": Path(folder),
+                }
+            )
+            options = _options_of_engine(engine_arg, hook_points)
+            files, own = (str(input_file), output_file), _own_options(context)
             command = serving.batch_command(model, files, context.args, settings, options, own)
-            if dry_run:
-                print(serving.shown(*command))
-                return
-            serving.run(*command)
-    except ValueError as error:
-        _refuse(error)
+        except ValueError as error:
+            _refuse(error)
+        if dry_run:
+            print(serving.shown(*command))
+            return
+        serving.run(*command)
 
 
 @app.command("verify", context_settings=_FURTHER)

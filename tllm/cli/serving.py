@@ -10,8 +10,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from itertools import chain, pairwise, zip_longest
@@ -67,14 +66,6 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
                 f"{name} was given as an option and in {VARIABLE} of the environment; give it once"
             )
     return named.model_copy(update={name: getattr(of_command, name) for name in chosen})
-
-
-@contextmanager
-def batch_settings(given: Mapping[str, Any]) -> Iterator[ServerSettings]:
-    """The same for a batch. All of a result stands in its answer, since no server is there from
-    which it could be fetched."""
-    with tempfile.TemporaryDirectory(prefix="tllm-batch-") as folder:
-        yield settings_of({**given, "inline_bytes": sys.maxsize, "captures_folder": Path(folder)})
 
 
 def command(
