@@ -18,7 +18,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tllm.engine.async_front import AsyncLLMFront
 from tllm.engine.in_process import let_others_live
-from tllm.engine.interrupts import noted_interrupts, raises_in_place, uninterrupted
+from tllm.engine.interrupts import (
+    noted_interrupts,
+    often_uninterrupted,
+    raises_in_place,
+    uninterrupted,
+)
 from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
@@ -177,7 +182,8 @@ class LLMEngineFront:
         self._requests.expect(params)
         before = self._running.copy()
         try:
-            yield
+            with often_uninterrupted():
+                yield
         except BaseException:
             self.abort_request([name for name in self._running if name not in before])
             raise

@@ -31,14 +31,62 @@ def noted_interrupts(note: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, theirs)
 
 
+class _PatientHandler:
+    """Python's own handler of an interrupt, which waits where it must.
+
+    Attributes:
+        waits: the calls that must not be interrupted and are under way, one within the other.
+        pressed: there was an interrupt meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.pressed = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if not self.waits or self.pressed:  # who cannot wait asks again
+            signal.default_int_handler(number, frame)
+        self.pressed = True
+
+
+_patient: _PatientHandler | None = None
+"""The one that is in the place of Python's own; on the main thread only."""
+
+
+@contextmanager
+def often_uninterrupted() -> Iterator[None]:
+    """Many calls follow that must not be interrupted, and between them an interrupt is raised in
+    place. To put a handler in the place of another takes some 30 us: it is done once for all."""
+    global _patient
+    if _patient is not None or not raises_in_place():
+        yield
+        return
+    _patient = _PatientHandler()
+    signal.signal(signal.SIGINT, _patient)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _patient = None
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """An interrupt is raised at the end of this."""
-    if not raises_in_place():
+    if _patient is None and raises_in_place():
+        with often_uninterrupted(), uninterrupted():
+            yield
+        return
+    handler = _patient
+    if handler is None or threading.get_ident() != threading.main_thread().ident:
         yield
         return
-    pressed: list[None] = []
-    with noted_interrupts(lambda: pressed.append(None)):
+    handler.waits += 1
+    try:
         yield
+    finally:
+        handler.waits -= 1
+        pressed = handler.pressed and not handler.waits
+        handler.pressed = handler.pressed and not pressed
     if pressed:
         raise KeyboardInterrupt
