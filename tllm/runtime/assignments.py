@@ -35,6 +35,7 @@ from tllm.spec.stretches import (
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED = 4096
+_EVERYWHERE: Intervals = ((0, END),)
 
 
 class Assignments:
@@ -90,32 +91,37 @@ class Assignments:
             sequence.laid_out = None
             self.assign(sequence)
 
-    def assign(self, sequence: RunningSequence) -> None:
-        """Say what the rows of a sequence do: which are captured for whom, patched and steered."""
-        self._lay_out(sequence)
-        writers = (owner for owner in self._consumers.values() if owner.writes_rows)
-        changed = sequence.steering_rows or sequence.patched is not None
-        if changed or any(owner.serves(sequence) for owner in writers):
-            self._broken.check(sequence)
-
-    def _lay_out(self, sequence: RunningSequence) -> None:
-        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+    def assign(self, sequence: RunningSequence) -> list[BoundConsumer]:
+        """Say what the rows of a sequence do: which are captured for whom, patched and steered.
+        Returns the consumers that serve it."""
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         patched = self._acquire_patches(sequence)
         self._acquire_latch(sequence)
-        if not self._consumers and not patched and len(steered) <= 1:
-            said = {Column.STEER: [row for _, row in steered]} if steered else {}
-            self._slots.assign_timeline(slot, Timeline((0,), said), prompt_len)
-            self.served.discard(slot)
+        served = [owner for owner in self._consumers.values() if owner.serves(sequence)]
+        self._lay_out(sequence, steered, patched, served)
+        changed = sequence.steering_rows or sequence.patched is not None
+        if changed or any(owner.writes_rows for owner in served):
+            self._broken.check(sequence)
+        return served
+
+    def _lay_out(
+        self,
+        sequence: RunningSequence,
+        steered: list[tuple[int, int]],
+        patched: list[tuple[int, int]],
+        served: list[BoundConsumer],
+    ) -> None:
+        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+        wanted = self._wanted(sequence, served) if served else []
+        if not steered and not patched and sequence.laid_out == (wanted, served):
             return
-        wanted = list(self._wanted(sequence))
-        users = [owner.id for owner in self._consumers.values() if owner.serves(sequence)]
-        if not steered and not patched and sequence.laid_out == (wanted, users):
-            return
-        starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
-        if steered or patched:
-            starts = sorted({*starts, *(start for start, _ in (*steered, *patched))})
-        said = {Column.PROGRAM: self._programs_of(sequence, wanted, starts)}
+        starts: list[int] = [0]
+        said: dict[Column, list[int]] = {}
+        if wanted or patched or len(steered) > 1:
+            starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
+            if len(steered) > 1 or patched:
+                starts = sorted({*starts, *(start for start, _ in (*steered, *patched))})
+        said[Column.PROGRAM] = self._programs_of(sequence, wanted, starts)
         if steered:
             said[Column.STEER] = [row for _, row in _said_at(steered, starts)]
         if patched:
@@ -123,32 +129,31 @@ class Assignments:
             said[Column.PATCH] = [
                 row if row < 0 else row + start - first for start, (first, row) in rows
             ]
-        timeline = Timeline(starts, said)
-        self._slots.assign_timeline(slot, timeline, prompt_len)
+        self._slots.assign_timeline(slot, Timeline(starts, said), prompt_len)
         self.served.discard(slot)
         for owner in self._consumers.values():
-            uses = owner.id in users
-            self._slots.users(owner.id)[slot] = uses
+            self._slots.users(owner.id)[slot] = uses = owner in served
             if owner.alive and uses:
                 self.served.add(slot)
         # Where every row is treated alike, a prompt that grows changes nothing.
         alike = all(
-            flow.phases == (PREFILL, DECODE) and tuple(intervals) == ((0, END),)
+            flow.phases == (PREFILL, DECODE) and intervals == _EVERYWHERE
             for flow, intervals in wanted
         )
         known = alike and not steered and not patched and not sequence.errors
-        sequence.laid_out = (wanted, users) if known else None
+        sequence.laid_out = (wanted, served) if known else None
 
-    def _wanted(self, sequence: RunningSequence) -> Iterator[tuple[BoundFlow, Intervals]]:
+    def _wanted(
+        self, sequence: RunningSequence, served: list[BoundConsumer]
+    ) -> list[tuple[BoundFlow, Intervals]]:
         """The flows that want rows of a sequence, and at which positions."""
         info, tokens = sequence.info, sequence.prompt_token_ids
-        asked = [(flow, flow.flow.selection) for flow in self.flows]
-        for owner in self._consumers.values():
+        asked = [(flow, flow.flow.selection) for flow in self.flows if flow.owner in served]
+        for owner in served:
             if owner.alive:
                 asked += owner.asked.get(info.slot, ())
+        found: list[tuple[BoundFlow, Intervals]] = []
         for flow, selection in asked:
-            if not flow.owner.serves(sequence):
-                continue
             if tokens is None and (selection.include.token_ids or selection.exclude.token_ids):
                 sequence.errors[flow.owner.id] = (
                     "positions: token_ids cannot be found in a prompt that was given as "
@@ -158,7 +163,8 @@ class Assignments:
             intervals = selection.intervals(info.prompt_len, tokens or ())
             if info.sample_index and flow.flow.prompt_rows == "once":
                 intervals = intersected(intervals, ((info.prompt_len, END),))
-            yield flow, intervals
+            found.append((flow, intervals))
+        return found
 
     def _programs_of(
         self,
@@ -251,9 +257,10 @@ class Assignments:
             sequence.latch = self.steering.remember(
                 info.slot, groups, info.prompt_len, sequence.held_before
             )
-        row = Column.GATE.neutral if sequence.latch is None else sequence.latch.row
-        for phase in (PREFILL, DECODE):
-            self._slots.assign(sequence.info.slot, phase, Column.GATE, row)
+        if sequence.latch is not None:
+            for phase in (PREFILL, DECODE):
+                slot, row = sequence.info.slot, sequence.latch.row
+                self._slots.assign(slot, phase, Column.GATE, row)
 
     def _acquire_patches(self, sequence: RunningSequence) -> list[tuple[int, int]]:
         """`(first position, patch row)` of each stretch of a sequence; patch rows are kept until it

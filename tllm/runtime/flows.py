@@ -192,6 +192,7 @@ class BoundConsumer:
         self.registration = registration
         self.id = consumer.consumer_id
         self.hears_step_end = consumer.hears_step_end
+        self.on_request_only = consumer.on_request_only
         self.context = Context(self, model, writers, result_memory)
         self.side = self.context.side_stream()
         #: Recorded where the side stream goes on.
@@ -211,6 +212,8 @@ class BoundConsumer:
         self.asked: dict[int, list[tuple[BoundFlow, Selection]]] = {}
         self._call = call
         self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
+        #: The same by the flow's identity; each flow is kept with it.
+        self._same_flows: dict[int, tuple[ConsumerFlow, BoundFlow | None]] = {}
         self._infos: dict[int, RequestInfo] = {}
         self._requests: dict[bytes, tuple[tuple[RequestInfo, ...], np.ndarray]] = {}
         self._places: dict[bytes, tuple[list[int], np.ndarray]] = {}
@@ -236,9 +239,11 @@ class BoundConsumer:
         """Whether the sequence uses it. One that was accepted when nobody wrote to its rows shares
         its cached blocks with others: whoever writes does not serve it. Nor does whoever guides one
         that was accepted when nobody did, and whose tokens are drafted."""
+        if self.on_request_only and self.id not in sequence.consumers:
+            return False
         if (self.writes_rows and not sequence.isolated) or (self.guides and sequence.drafted):
             return False
-        return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
+        return sequence.uses(self.id)
 
     def has_served(self, sequence: RunningSequence) -> bool:
         """Whether the sequence uses it, or did for an earlier input of its prompt."""
@@ -264,12 +269,18 @@ class BoundConsumer:
     ) -> BoundFlow | None:
         """The flow of a kind that sequences share; `bind` makes it (None: not on this rank)."""
         kind = flow.kind
+        same = self._same_flows.get(id(kind))  # what it is equal to takes longer to find
+        if same is not None:
+            return same[1]
         if kind in self._request_flows:
             self._request_flows.move_to_end(kind)
         else:
             self._request_flows[kind] = bind(kind)
             if len(self._request_flows) > _MAX_REQUEST_FLOWS:
                 self._request_flows.popitem(last=False)
+        if len(self._same_flows) >= _MAX_REQUEST_FLOWS:
+            self._same_flows.clear()
+        self._same_flows[id(kind)] = kind, self._request_flows[kind]
         return self._request_flows[kind]
 
     def requests(self, at: np.ndarray, slots: Slots) -> tuple[tuple[RequestInfo, ...], np.ndarray]:

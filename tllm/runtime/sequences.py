@@ -17,6 +17,7 @@ from tllm.spec.request import RequestSpec
 from tllm.spec.turns import StepTurns
 
 _NONE_KNOWN: Mapping[str, Mapping[int, list[int]] | None] = {}
+_NOBODY = RequestInfo("", "", 0, 1, slot=-1, prompt_len=0)
 
 
 class RunningSequences:
@@ -79,7 +80,7 @@ class RunningSequences:
                 self._go_on(known, prompt_token_ids, prompt_len, spec, num_computed)
             return
         self._consumers.detach_failed()
-        info = RequestInfo(
+        info = _NOBODY.having(
             request_id=spec.request_id or engine_id,
             prompt_id=spec.prompt_id or engine_id,
             sample_index=sample_index,
@@ -107,12 +108,12 @@ class RunningSequences:
             tokens = prompt_token_ids or ()
             self._controllers.start(sequence, spec.steered_from(prompt_len, tokens))
         for owner in self._consumers:
-            if owner.is_of_another(sequence):
+            if sequence.registrations and owner.is_of_another(sequence):
                 sequence.replaced.add(owner.id)
             self._consumers.ask(sequence, owner)
-        self._assignments.assign(sequence)
+        served = self._assignments.assign(sequence)
         self._judged.start(sequence, spec)
-        self._consumers.introduce(sequence, self._consumers)
+        self._consumers.introduce(sequence, served)
 
     def _go_on(
         self,

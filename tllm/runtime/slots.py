@@ -23,6 +23,7 @@ from tllm.spec.selection import END
 from tllm.spec.stretches import Configuration
 
 _BY_POSITION = tuple((column, int(column)) for column in Column if column.by_position)
+_CONSECUTIVE = frozenset(column for column in Column if column.consecutive)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +46,9 @@ class Timeline:
     def counts_up(self, stretch: int) -> bool:
         """Whether the tokens of a stretch have numbers one after the other in any column."""
         return any(
-            column.consecutive and values[stretch] != column.neutral
+            values[stretch] != column.neutral
             for column, values in self.said.items()
+            if column in _CONSECUTIVE
         )
 
     def lasts_until(self, position: int) -> int:
@@ -121,15 +123,10 @@ class RunningSequence:
     laid_out: Any = None
     """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 
-    def uses(self, consumer_id: str, *, unasked: bool = True) -> bool:
-        """Whether the consumer is enabled for this sequence.
-
-        Args:
-            unasked: whether it is where the request does not name it.
-        """
+    def uses(self, consumer_id: str) -> bool:
+        """Whether the consumer is enabled for this sequence, where it is for all that do not name
+        it."""
         if self.ended or consumer_id in self.refused:
-            return False
-        if not unasked and consumer_id not in self.consumers:
             return False
         return bool(self.consumers.get(consumer_id, {}).get("enabled", True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ OPTIONS = ("hooks", "positions", "reduction", "dtype")
 _BESIDE_COMMAS = re.compile(r"\s*,\s*")
 
 _SHORT = 4096
-"""Characters of a capture's text up to which what was parsed is kept for whoever asks the same."""
+"""Bytes of a capture's options up to which what was parsed is kept for whoever asks the same."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class CaptureSpec:
         """
         chosen = {key: given[key] for key in OPTIONS if key in given}
         try:
-            text = json.dumps(chosen)
-            return _parsed(text) if len(text) <= _SHORT else cls._parse(chosen, name)
-        except (TypeError, ValueError):  # arrays and the like, or what is to be refused by name
+            content = pickle.dumps(chosen)  # json takes several times as long
+            return _parsed(content) if len(content) <= _SHORT else cls._parse(chosen, name)
+        except Exception:  # what cannot be pickled, or is to be refused by name
             return cls._parse(chosen, name)
 
     @classmethod
@@ -91,8 +91,8 @@ class CaptureSpec:
 
 
 @lru_cache(4096)
-def _parsed(text: str) -> CaptureSpec:
-    return CaptureSpec._parse(json.loads(text), "capture")
+def _parsed(content: bytes) -> CaptureSpec:
+    return CaptureSpec._parse(pickle.loads(content), "capture")
 
 
 @lru_cache(4096)

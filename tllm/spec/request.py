@@ -193,7 +193,17 @@ class RequestSpec:
             asked["conversation"] = ConversationUse.from_wire(asked["conversation"])
         if asked.get("media") is not None:
             asked["media"] = tuple((name, MediaItem(*item)) for name, *item in asked["media"])
-        return cls(**asked)
+        return cls.having(asked)
+
+    @classmethod
+    def having(cls, fields: Mapping[str, Any]) -> RequestSpec:
+        """A request with these fields, and none else. What the constructor does, at a quarter of
+        its price."""
+        spec = cls.__new__(cls)
+        own = vars(spec)
+        own.update(vars(_PLAIN))
+        own.update(fields)
+        return spec if len(own) == len(vars(_PLAIN)) else cls(**fields)
 
     def in_prompt(self, media: PromptMedia) -> RequestSpec:
         """The same with the positions of the items that it names, all but those of patches.
