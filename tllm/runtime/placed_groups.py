@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tllm.runtime.descriptor import SCOPE_UNIT
 from tllm.runtime.taps import TapKey, Taps
@@ -79,7 +80,6 @@ class GroupPlacing:
 
     def _gated_group(self, operations: Sequence[GroupOperation], gates: GroupGates) -> PlacedGroup:
         """A group with conditions, as this worker does it."""
-        index, found = self._taps.index, []
         points, earlier = self._where_judged(gates)
         # Later requests of a conversation, and the scheduler, hear of conditions from the last
         # stage.
@@ -87,18 +87,20 @@ class GroupPlacing:
         needed_here = set(needed)
         if not operations and not gates.judges:
             needed_here = needed = {each.number for each in gates.gates}
-        for (hook, layer, vector, coefficients), number in zip(
+        scopes = {number: gates.scope_of(number) for number in {*gates.of_operations}}
+        deciding_here, deciding_later, found = set(), set(), []
+        for (hook, layer, vector, done), number in zip(
             operations, gates.of_operations, strict=True
         ):
-            key = self._resolve(hook, layer)
-            if key in index:
-                scope = gates.scope_of(number)
-                self._check_gate(index[key], number, points, earlier, before=scope > 0)
-                word = number + 1 + SCOPE_UNIT * scope
-                found.append((index[key], vector, coefficients, word))
-                needed_here = needed_here | gates.made_of(number)
-            else:
-                needed = needed | gates.made_of(number)
+            point, scope = self._point(hook, layer), scopes[number]
+            if point is None:
+                deciding_later.add(number)
+                continue
+            self._check_gate(point, number, points, earlier, before=scope > 0)
+            found.append((point, vector, done, number + 1 + SCOPE_UNIT * scope))
+            deciding_here.add(number)
+        needed_here = needed_here.union(*map(gates.made_of, deciding_here))
+        needed = needed.union(*map(gates.made_of, deciding_later))
         judged = [(points[each.number], each) for each in gates.judged if each.number in points]
         for point, each in judged:
             for term in each.terms:
@@ -118,16 +120,19 @@ class GroupPlacing:
     def _where_judged(self, gates: GroupGates) -> tuple[dict[int, int], set[int]]:
         """By number of a gate, the point of this pipeline stage that judges it; and the numbers of
         those that earlier stages judge."""
-        index = self._taps.index
-        first = min((order_of(*key) for key in index), default=(0, 0))
         points, earlier = {}, set()
         for each in gates.gates:
-            key = self._resolve(each.hook, each.layer)
-            if key in index:
-                points[each.number] = index[key]
-            elif order_of(*key) < first:
+            point = self._point(each.hook, each.layer)
+            if point is not None:
+                points[each.number] = point
+            elif order_of(*self._resolve(each.hook, each.layer)) < self._first:
                 earlier.add(each.number)
         return points, earlier
+
+    @cached_property
+    def _first(self) -> tuple[int, int]:
+        """Where the first point of this pipeline stage is."""
+        return min((order_of(*key) for key in self._taps.index), default=(0, 0))
 
     def _check_gate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -45,7 +46,7 @@ class StagedTable:
         self._indexed = indexed
         self._fill = fill
         self._indices: list[npt.NDArray[np.int64]] = []
-        self._entries: list[torch.Tensor] = []
+        self._entries: list[npt.NDArray[np.generic] | torch.Tensor] = []
         self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
 
     def __bool__(self) -> bool:
@@ -58,11 +59,12 @@ class StagedTable:
             index: one number, or a tuple where there are several dimensions to index.
             entry: in the table's dtype, on the host.
         """
-        held = entry if isinstance(entry, torch.Tensor) else torch.from_numpy(entry)
         self._indices.append(np.array(index, np.int64).reshape(1, -1))
-        self._entries.append(held.reshape(1, -1))
+        self._entries.append(entry.reshape(1, -1))
 
-    def stage_all(self, indices: npt.NDArray[np.int64], entries: torch.Tensor) -> None:
+    def stage_all(
+        self, indices: npt.NDArray[np.int64], entries: npt.NDArray[np.generic] | torch.Tensor
+    ) -> None:
         """Write several entries, each another one, with the next `commit`.
 
         Args:
@@ -96,10 +98,10 @@ class StagedTable:
         for is_large, each in groupby(staged, lambda pair: pair[1].nbytes > _JOINED):
             if is_large:
                 for index, entries in each:
-                    self._write(index, entries.contiguous())
+                    self._write(index, _tensor(entries).contiguous())
             else:
                 indices, small = zip(*each, strict=True)
-                self._write(np.concatenate(indices), torch.cat(small))
+                self._write(np.concatenate(indices), _joined(small))
         return True
 
     def _write(self, index: npt.NDArray[np.int64], entries: torch.Tensor) -> None:
@@ -112,6 +114,17 @@ class StagedTable:
         at, content = _sent(rows, entries, table.device)
         flat = table.view(-1, *shape[self._indexed :])
         flat.index_copy_(0, at, content.view(len(rows), *flat.shape[1:]))
+
+
+def _tensor(entries: npt.NDArray[np.generic] | torch.Tensor) -> torch.Tensor:
+    return entries if isinstance(entries, torch.Tensor) else torch.from_numpy(entries)
+
+
+def _joined(entries: Sequence[npt.NDArray[np.generic] | torch.Tensor]) -> torch.Tensor:
+    arrays = [each for each in entries if isinstance(each, np.ndarray)]
+    if len(arrays) == len(entries):  # numpy has them together in a tenth of the time
+        return torch.from_numpy(np.concatenate(arrays))
+    return torch.cat([_tensor(each) for each in entries])
 
 
 def _sent(

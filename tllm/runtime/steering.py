@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,9 +39,13 @@ from tllm.spec.operations import (
 from tllm.spec.reading import FloatArray
 
 _WORDS = int(Operation.SIZE)
-_ONLY_A_SUM = np.zeros(_WORDS, np.int32)
+_ONLY_A_SUM = np.zeros((1, _WORDS), np.int32)
 """What stands where a configuration adds, and does nothing else."""
-_ONLY_A_SUM[Operation.CHAIN] = HAS_SUM
+_ONLY_A_SUM[:, Operation.CHAIN] = HAS_SUM
+
+
+_Done = tuple[str, OperationForm, int]
+"""Digest of a vector, what is done with it, and which gate decides, as `Operation.GATE` says it."""
 
 
 @dataclass(eq=False)
@@ -243,9 +250,8 @@ class Steering:
             return self._configure_sums([each for of_group in summands for each in of_group])
         # At each point: what is added first, as one sum; then the other operations, in order.
         sums: list[tuple[int, int, float]] = []
-        operations: dict[int, list[npt.NDArray[np.int32]]] = {}
+        operations: dict[int, list[_Done]] = {}
         vectors: set[str] = set()
-        chains: list[tuple[int, int]] = []
         judged: dict[int, dict[int, Gate]] = {}
         for group in held:
             if group.hears:
@@ -256,31 +262,52 @@ class Steering:
             for point, vector, done, number in group.operations:
                 vectors.add(vector)
                 others = operations.setdefault(point, [])
-                adds = isinstance(done, Coefficients) and done.only_adds and not number
-                if isinstance(done, Coefficients) and adds and not others:
+                if not number and not others and type(done) is Coefficients and done.only_adds:
                     sums.append((point, self._vectors.rows[vector], done.add))
-                    continue
-                others.append(self._in_words(vector, done, number, chains))
-        row = self._free_row()
+                else:
+                    others.append((vector, done, number))
+        row, places = self._free_row(), self._places_of(operations)
         self._sums.note(row, sums)
         summed = {point for point, _, _ in sums}
-        for point, others in operations.items():
-            entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
-            rest = others[1:]
-            start = 0
-            if rest:
-                start = self._chains.acquire(len(rest))
-                chains.append((start, len(rest)))
-                for i, words in enumerate(rest):
-                    self._operations.stage(start + i, words)
-            entry[Operation.CHAIN] = len(others) + CHAIN_UNIT * start + HAS_SUM * (point in summed)
-            self._entries.stage((point, row), entry)
+        chains = self._stage_operations(row, places, operations, summed)
         gates = None
         if judged:
             in_order = {p: [at[n] for n in sorted(at)] for p, at in judged.items()}
             gates = self.gates.place(row, in_order)
-        places = self._places_of(operations)
         return self._configured(_Configuration(row, places, chains, vectors, gates))
+
+    def _stage_operations(
+        self,
+        row: int,
+        places: _Places,
+        operations: Mapping[int, Sequence[_Done]],
+        summed: Collection[int],
+    ) -> list[tuple[int, int]]:
+        """What is done at each point beside a sum: the first operation is the entry, and the others
+        lie elsewhere, one after the other. Returns where these lie, and the rules of features.
+
+        Args:
+            summed: points where there is a sum.
+        """
+        chains: list[tuple[int, int]] = []
+        words = self._in_words([each for others in operations.values() for each in others], chains)
+        if len(words) == len(operations) and not summed:  # one at each point, as most are
+            words[:, Operation.CHAIN] = 1
+            self._stage_entries(places, row, words)
+            return chains
+        entries, first = np.zeros((len(operations), _WORDS), np.int32), 0
+        for entry, (point, others) in zip(entries, operations.items(), strict=True):
+            count, start = len(others), 0
+            if count:
+                entry[:] = words[first]
+            if count > 1:
+                start, rest = self._chains.acquire(count - 1), np.arange(1, count)
+                chains.append((start, count - 1))
+                self._operations.stage_all(start - 1 + rest, words[first + rest])
+            entry[Operation.CHAIN] = count + CHAIN_UNIT * start + HAS_SUM * (point in summed)
+            first += count
+        self._stage_entries(places, row, entries)
+        return chains
 
     def _configure_sums(self, summands: Sequence[tuple[int, str, float]]) -> _Configuration:
         """A configuration that only adds vectors, as most do of which there are many."""
@@ -305,30 +332,39 @@ class Steering:
             places = self._places[found] = _Places(np.array(found, np.int64))
         return places
 
-    def _stage_entries(self, places: _Places, row: int, entry: npt.NDArray[np.int32]) -> None:
-        """The same entry of a row at several points."""
+    def _stage_entries(self, places: _Places, row: int, entries: npt.NDArray[np.int32]) -> None:
+        """The entries of a row, one at each of some points, or the same at all of them."""
         points = places.points
         if len(points):
-            index = np.stack([points, np.full_like(points, row)], 1)
-            self._entries.stage_all(index, torch.from_numpy(entry).expand(len(points), -1))
+            index = np.empty((len(points), 2), np.int64)
+            index[:, 0], index[:, 1] = points, row
+            if len(entries) < len(points):
+                entries = np.broadcast_to(entries, (len(points), _WORDS))
+            self._entries.stage_all(index, entries)
 
     def _in_words(
-        self, vector: str, done: OperationForm, number: int, chains: list[tuple[int, int]]
+        self, operations: Sequence[_Done], chains: list[tuple[int, int]]
     ) -> npt.NDArray[np.int32]:
-        """An operation as the tap reads it.
+        """Operations as the tap reads them.
 
         Args:
-            number: which gate decides, as `Operation.GATE` says it.
             chains: where the rules of features lie is put here.
         """
-        words = np.zeros(_WORDS, np.int32)
-        words[Operation.VECTOR] = self._vectors.rows[vector]
-        kind, floats = _kind_and_floats(done)
-        words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
-        words[Operation.GATE] = number + KIND_UNIT * kind
-        if isinstance(done, Features):
-            chains.append(self._placed_rules(done))
-            words[[Operation.LOW, Operation.HIGH]] = chains[-1]
+        words = np.zeros((len(operations), _WORDS), np.int32)
+        if not operations:
+            return words
+        vectors, forms, numbers = zip(*operations, strict=True)
+        words[:, Operation.VECTOR] = [self._vectors.rows[vector] for vector in vectors]
+        floats = chain.from_iterable(_FLOATS_OF[type(form)](form) for form in forms)
+        coefficients = words[:, Operation.ADD : Operation.COEFFICIENTS_END]
+        coefficients[:] = np.fromiter(floats, np.float32).view(np.int32).reshape(coefficients.shape)
+        words[:, Operation.GATE] = [
+            number + _KINDS[type(form)] for number, form in zip(numbers, forms, strict=True)
+        ]
+        for at, form in enumerate(forms):
+            if isinstance(form, Features):
+                chains.append(self._placed_rules(form))
+                words[at, [Operation.LOW, Operation.HIGH]] = chains[-1]
         return words
 
     def _placed_rules(self, features: Features) -> tuple[int, int]:
@@ -353,7 +389,9 @@ class Steering:
         self.stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
-        self._stage_entries(configuration.places, configuration.row, np.zeros(_WORDS, np.int32))
+        self._stage_entries(
+            configuration.places, configuration.row, np.zeros((1, _WORDS), np.int32)
+        )
         self._sums.forget(configuration.row)
         for start, length in configuration.chains:
             self._chains.release(start, length)
@@ -404,19 +442,21 @@ class Steering:
             )
 
 
-def _kind_and_floats(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float32]]:
-    """The kind of an operation, and its words from `ADD` on."""
-    if isinstance(form, Rotation):
-        given = (form.cosine, form.sine, form.adaptive, form.strength, 0, 0)
-        return OperationKind.ROTATE, np.array(given, np.float32)
-    if isinstance(form, DimensionWise):
-        return OperationKind.DIMENSIONS, np.array(
-            (0, 0, form.vectors, form.strength, 0, 0), np.float32
-        )
-    if isinstance(form, Gradient):
-        return OperationKind.GRADIENT, np.array(
-            (0, 0, 0, form.strength, form.units, form.outer), np.float32
-        )
-    if isinstance(form, Features):  # where its rules are, who places them says
-        return OperationKind.FEATURES, np.array((0, 0, 0, form.strength, 0, 0), np.float32)
-    return OperationKind.ALONG, np.array([*vars(form).values()], np.float32)
+_KINDS: Mapping[type[OperationForm], int] = {
+    Coefficients: KIND_UNIT * int(OperationKind.ALONG),
+    Rotation: KIND_UNIT * int(OperationKind.ROTATE),
+    DimensionWise: KIND_UNIT * int(OperationKind.DIMENSIONS),
+    Features: KIND_UNIT * int(OperationKind.FEATURES),
+    Gradient: KIND_UNIT * int(OperationKind.GRADIENT),
+}
+"""What the word of the gate has beside the gate, by the form of an operation."""
+
+_FLOATS_OF: Mapping[type[OperationForm], Callable[[Any], tuple[float, ...]]] = {
+    Coefficients: attrgetter("add", "norm", "component", "strength", "low", "high"),
+    Rotation: lambda form: (form.cosine, form.sine, form.adaptive, form.strength, 0, 0),
+    DimensionWise: lambda form: (0, 0, form.vectors, form.strength, 0, 0),
+    # Where the rules are, who places them says.
+    Features: lambda form: (0, 0, 0, form.strength, 0, 0),
+    Gradient: lambda form: (0, 0, 0, form.strength, form.units, form.outer),
+}
+"""The words of an operation from `ADD` to before `COEFFICIENTS_END`, by its form."""
