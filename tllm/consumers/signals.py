@@ -24,6 +24,8 @@ from tllm.ports import (
     RowMeta,
     Signals,
 )
+from tllm.spec.gates import MAX_GATES
+from tllm.spec.selection import END
 
 _STEPS, _HELD_ROWS = 16, 4096
 """Scores wait on the device for so many steps, or rows: each way to the host costs the engine time,
@@ -53,17 +55,45 @@ class Signal(Payload):
     positions: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float32]
     strengths: npt.NDArray[np.float32]
+    travels_safely = True
 
     @property
     def fired(self) -> npt.NDArray[np.int32]:
         """The positions at which it held: where the strength is above one half."""
         return self.positions[self.strengths > 0.5]
 
+    @classmethod
+    def of_rows(cls, rows: PerToken, number: int, end: int = END) -> Signal:
+        """What the condition of a number made of rows before a position. Arrays that nobody looks
+        at are not made.
+
+        Args:
+            rows: `[rows, 2, conditions]`, strengths and scores; no number where it was not judged.
+        """
+        signal = cls.__new__(cls)
+        vars(signal)["_made_of"] = rows, number, end
+        return signal
+
+    def __getattr__(self, name: str) -> Any:
+        # Only where an attribute is not there yet.
+        if name not in _ARRAYS or "_made_of" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rows, number, end = vars(self)["_made_of"]
+        count = int(np.searchsorted(rows.positions, end))
+        strengths, scores = rows.values[:count, 0, number], rows.values[:count, 1, number]
+        judged = ~np.isnan(strengths)
+        arrays = rows.positions[:count][judged], scores[judged], strengths[judged]
+        vars(self).update(zip(_ARRAYS, arrays, strict=True))
+        return vars(self)[name]
+
     def up_to(self, num_tokens: int) -> Signal:
         """What belongs to a sequence of `num_tokens` tokens. Its last one has passed the model only
         where a condition made it the last: who knows what ended it asks for one token less."""
+        if "_made_of" in vars(self):
+            rows, number, end = vars(self)["_made_of"]
+            return Signal.of_rows(rows, number, min(end, num_tokens))
         count = int(np.searchsorted(self.positions, num_tokens))
-        return Signal(*(getattr(self, each.name)[:count] for each in fields(self)))
+        return Signal(*(getattr(self, name)[:count] for name in _ARRAYS))
 
     def joined(self, other: Signal) -> Signal:
         """Of pipeline stages, the one that judged it."""
@@ -72,6 +102,10 @@ class Signal(Payload):
     def written(self) -> dict[str, Any]:
         """With the positions at which it held."""
         return {**super().written(), "fired": self.fired}
+
+
+_ARRAYS = tuple(each.name for each in fields(Signal))
+_NO_ROWS = PerToken(np.zeros(0, np.int32), np.zeros((0, 2, MAX_GATES), np.float32))
 
 
 class SignalsConsumer(ExportingConsumer):
@@ -157,17 +191,9 @@ class SignalsConsumer(ExportingConsumer):
     def result_of(self, request: RequestInfo) -> dict[str, Signal]:
         """Each of its signals, by name."""
         found = self._rows.take(request, _width(request)) or {}
-        nothing = PerToken(np.zeros(0, np.int32), np.zeros((0, 2, 0), np.float32))
-        rows = found.get("signals", nothing)
-        signals = {}
-        for name, number in request.options["names"].items():
-            strengths, scores = (
-                rows.values[:, each, number] if len(rows.positions) else np.zeros(0, np.float32)
-                for each in (0, 1)
-            )
-            judged = ~np.isnan(strengths)
-            signals[name] = Signal(rows.positions[judged], scores[judged], strengths[judged])
-        return signals
+        rows = found.get("signals", _NO_ROWS)
+        names = request.options["names"]
+        return {name: Signal.of_rows(rows, number) for name, number in names.items()}
 
 
 def _width(request: RequestInfo) -> int:

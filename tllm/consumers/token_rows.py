@@ -116,6 +116,8 @@ class TokenRows:
         return found
 
     def _sort(self) -> None:
+        if not self._unsorted:
+            return
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
             order, sequences = _by_sequence([meta for meta, _ in group])
@@ -187,6 +189,12 @@ def _from(pieces: Sequence[_Piece], first: int) -> list[_Piece]:
 
 
 def _joined(pieces: Sequence[_Piece], width: int | None = None) -> dict[str, PerToken]:
+    if len(pieces) == 1:
+        [piece] = pieces
+        return {
+            name: PerToken(piece.positions, array[..., :width])
+            for name, array in piece.arrays.items()
+        }
     positions = np.concatenate([piece.positions for piece in pieces])
     return {
         name: PerToken(

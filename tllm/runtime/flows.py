@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -211,6 +212,10 @@ class BoundConsumer:
         #: By slot: the flows that only this sequence asked for, and at which positions.
         self.asked: dict[int, list[tuple[BoundFlow, Selection]]] = {}
         self._call = call
+        self._lock = threading.Lock()
+        #: What the last job of the export thread hands on, where it has not begun and has no
+        #: tensors.
+        self._together: list[tuple[Any, ...]] | None = None
         self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
         #: The same by the flow's identity; each flow is kept with it.
         self._same_flows: dict[int, tuple[ConsumerFlow, BoundFlow | None]] = {}
@@ -369,6 +374,12 @@ class BoundConsumer:
             raise ValueError(
                 f"export(..., into=...) has memory for {unknown}; the tensors are {sorted(tensors)}"
             )
+        rest = (attached,) if self.takes_attached else ()
+        if not tensors:
+            self._deliver_together(channel, meta, *rest)
+            return
+        with self._lock:
+            self._together = None
         # The thread that waits for them waits for most of a step.
         copies: dict[str, HostTensor] = {
             name: CopyInto(tensor, given[name], sleeps=True)
@@ -376,7 +387,6 @@ class BoundConsumer:
             else PinnedCopy(tensor, sleeps=True)
             for name, tensor in tensors.items()
         }
-        rest = (attached,) if self.takes_attached else ()
 
         def deliver() -> None:
             arrived = {name: copy.wait() for name, copy in copies.items()}
@@ -390,6 +400,27 @@ class BoundConsumer:
                         copies[name].wait()
 
         self.export_thread.submit(deliver_into if given else partial(self._call, self, deliver))
+
+    def _deliver_together(self, *told: Any) -> None:
+        """Hand on what comes without tensors, as the ends of sequences do: one job of the thread
+        for all that follow each other and come before it begins."""
+
+        def deliver(channel: str, *rest: Any) -> None:
+            self.consumer.on_export(channel, {}, *rest)
+
+        def deliver_all() -> None:
+            with self._lock:
+                if self._together is together:
+                    self._together = None
+            for each in together:
+                self._call(self, deliver, *each)
+
+        with self._lock:
+            if self._together is not None:
+                self._together.append(told)
+                return
+            self._together = together = [told]
+        self.export_thread.submit(deliver_all)
 
 
 class Context(ConsumerContext):

@@ -98,31 +98,12 @@ class Results:
 
     def conclude(self, sequence: RunningSequence, step: int) -> None:
         """A sequence has ended, and its rows were handed out: make its results."""
-        call = self._dispatcher.call
         results: dict[str, Any] = {}
         for owner in self._consumers.values():
             if owner.has_served(sequence):
-                self._dispatcher.flush(owner)
-                info = owner.info(sequence).having(
-                    options=sequence.let_go.get(owner.id, owner.info(sequence).options),
-                    missing=_missing(sequence, owner.id),
-                    actions=sequence.controlled and sequence.controlled.log(owner.id),
-                )
-                needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
-                if needs_tokens:
-                    info = info.having(token_ids=sequence.token_ids)
-                wanted = sequence.keep_results and info.prompt_id not in self._given_up
-                if needs_tokens and sequence.token_ids is None and wanted:
-                    late = self._late.setdefault(info.prompt_id, {})
-                    late.setdefault(owner.id, []).append(info)
-                    self._slots.hold(info.slot)
-                else:
-                    result = self._ask(owner, info, step)
-                    anew = (sequence.left | sequence.replaced) & sequence.consumers.keys()
-                    if result is None and owner.id in anew | sequence.rewritten:
-                        result = RequestResult(None)
-                    if result is not None:
-                        results[owner.id] = result
+                result = self._result_of(owner, sequence, step)
+                if result is not None:
+                    results[owner.id] = result
             owner.forget(sequence.info.slot)
         for name, error in list(sequence.errors.items()):  # export threads may add to it
             log = sequence.controlled and sequence.controlled.log(name)
@@ -134,6 +115,31 @@ class Results:
                 known = max(len(sequence.token_ids), sequence.info.prompt_len + 1)
             for name, result in results.items():
                 self._keep(sequence.info, name, result, _missing(sequence, name), known)
+
+    def _result_of(self, owner: BoundConsumer, sequence: RunningSequence, step: int) -> Any:
+        """What a consumer says of a sequence that has ended; None for nothing, or not yet."""
+        self._dispatcher.flush(owner)
+        info, missing = owner.info(sequence), _missing(sequence, owner.id)
+        if missing or sequence.controlled or owner.id in sequence.let_go:
+            info = info.having(
+                options=sequence.let_go.get(owner.id, info.options),
+                missing=missing,
+                actions=sequence.controlled and sequence.controlled.log(owner.id),
+            )
+        if self._dispatcher.call(owner, owner.consumer.needs_tokens_of, info.options):
+            info = info.having(token_ids=sequence.token_ids)
+            wanted = sequence.keep_results and info.prompt_id not in self._given_up
+            if sequence.token_ids is None and wanted:
+                late = self._late.setdefault(info.prompt_id, {})
+                late.setdefault(owner.id, []).append(info)
+                self._slots.hold(info.slot)
+                return None
+        result = self._ask(owner, info, step)
+        if result is None:
+            anew = (sequence.left | sequence.replaced) & sequence.consumers.keys()
+            if owner.id in anew | sequence.rewritten:
+                return RequestResult(None)
+        return result
 
     def conclude_late(self, prompt_id: str, tokens: Mapping[int, list[int]], step: int) -> None:
         """Ask consumers that waited for the tokens of a prompt's samples, by sample."""
@@ -284,6 +290,8 @@ def sendable(found: PromptResults) -> PromptResults:
     made again, is its consumer's error, and no other result's."""
 
     def sent(said: dict[str, Any]) -> Any:
+        if _travels_safely(said["payload"]):
+            return said
         arrays: list[pickle.PickleBuffer] = []
         try:
             body = pickle.dumps(said, protocol=5, buffer_callback=arrays.append)
@@ -300,6 +308,13 @@ def sendable(found: PromptResults) -> PromptResults:
     }
 
 
+def _travels_safely(payload: Any) -> bool:
+    """Whether a payload, or each of those in a mapping, may be pickled together with others."""
+    if type(payload) is dict:
+        return all(type(name) is str and _travels_safely(each) for name, each in payload.items())
+    return payload is None or bool(vars(type(payload)).get("travels_safely"))
+
+
 def _error(fault: BaseException, what: str = "") -> dict[str, Any]:
     text = f"{what}{reason_of(fault)}"
     return {"status": "error", "error": text, "payload": None}
@@ -307,6 +322,8 @@ def _error(fault: BaseException, what: str = "") -> dict[str, Any]:
 
 def _missing(sequence: RunningSequence, consumer_id: str) -> str | None:
     """Why a consumer has not all the rows that it wanted; None where it has."""
+    if not (sequence.dropped or sequence.left or sequence.replaced or sequence.rewritten):
+        return None
     rows = sequence.dropped.get(consumer_id)
     dropped = _DROPPED.format(rows=rows) if rows else None
     came_anew = _CAME_ANEW if consumer_id in sequence.left else None

@@ -187,6 +187,10 @@ class DeliveryThread:
             torch.cuda.set_device(self._device)
         while True:
             with self._changed:
+                if self._running:
+                    self._running = False
+                    self._since.popleft()
+                    self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
                 if not self._jobs:
                     return
@@ -194,7 +198,3 @@ class DeliveryThread:
                 self._running = True
             job()
             del job  # and what it refers to, which may be large
-            with self._changed:
-                self._running = False
-                self._since.popleft()
-                self._changed.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.selection import Intervals
 
 IntArray = npt.NDArray[np.int32]
+
+_NONE = np.zeros(0, np.int32)
 
 _FEW = 256
 """Positions that are pickled as they are."""
@@ -46,9 +49,19 @@ class Activation:
 class CapturedRows:
     """Rows `[rows, places, hidden]` in pieces, which are joined when somebody looks."""
 
+    _arrived: tuple[Sequence[npt.NDArray[np.uint8]], tuple[int, ...], str]
+    """In the user's process: the bytes of the pieces, the shape of a row and its dtype."""
+
     def __init__(self, positions: IntArray, pieces: Sequence[torch.Tensor]) -> None:
         self.positions = positions
         self._pieces = list(pieces)
+
+    @cached_property
+    def _pieces(self) -> list[torch.Tensor]:
+        raw, shape, dtype = self._arrived
+        kind = getattr(torch, dtype)
+        pieces = [torch.from_numpy(array).view(kind) for array in raw]
+        return pieces or [torch.empty((0, *shape), dtype=kind)]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -57,7 +70,10 @@ class CapturedRows:
     def tensor(self) -> torch.Tensor:
         """All rows in one tensor."""
         if len(self._pieces) > 1:
-            self._pieces = [torch.cat(self._pieces)]
+            joined = torch.cat(self._pieces)
+            self._pieces = [joined]
+            if "_arrived" in vars(self):  # what was joined is kept no more
+                self._arrived = [joined.view(torch.uint8).numpy()], *self._arrived[1:]
         return self._pieces[0]
 
     def pieces(self) -> Iterator[tuple[IntArray, torch.Tensor]]:
@@ -98,13 +114,15 @@ class CapturedRows:
         after: list[torch.Tensor] = []
         left = count
         for piece in self._pieces:
-            if left:
-                before.append(piece[:left])
-            if left < len(piece):
-                after.append(piece[left:])
-            left = max(0, left - len(piece))
-        none = [self._pieces[0][:0]]
-        return before or none, after or none
+            size = len(piece)
+            if left >= size:
+                before.append(piece)
+            else:
+                after.append(piece[left:] if left else piece)
+                if left:
+                    before.append(piece[:left])
+            left = max(0, left - size)
+        return before or [after[0][:0]], after or [before[0][:0]]
 
     def __getstate__(self) -> Any:
         first = self._pieces[0]
@@ -120,10 +138,8 @@ class CapturedRows:
         positions, raw, shape, dtype = state
         if isinstance(positions, bytes):
             positions = np.frombuffer(bytearray(positions), np.int32)
-        self.positions = np.zeros(0, np.int32) if positions is None else positions
-        kind = getattr(torch, dtype)
-        self._pieces = [torch.from_numpy(array).view(kind) for array in raw]
-        self._pieces = self._pieces or [torch.empty((0, *shape), dtype=kind)]
+        self.positions = _NONE if positions is None else positions
+        self._arrived = raw, shape, dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +191,8 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
     Hook points may be named by their aliases, and layers counted from the end. `lm_head_in` has
     the one layer None.
     """
+
+    travels_safely = True
 
     def __init__(
         self,
@@ -327,7 +345,10 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
                     )
                 count = int(np.searchsorted(generated.tail.positions, end))
                 generated = replace(generated, tail=generated.tail.up_to(count))
-            blocks.append(replace(block, generated=generated))
+            same = generated is block.generated
+            blocks.append(block if same else StageRows(block.places, block.prompt, generated))
+        if all(map(is_, blocks, self._blocks)):
+            return self
         return self._with(blocks, problem)
 
 

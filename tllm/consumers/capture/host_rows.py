@@ -260,7 +260,7 @@ class HostRows:
         if not found:
             return None, missing
         positions = np.concatenate(pieces.positions)
-        if (np.diff(positions) > 0).all():
+        if (positions[1:] > positions[:-1]).all():
             return CapturedRows(positions, found), missing
         order = in_order(positions)
         rows = torch.cat(found)[torch.from_numpy(order)]
