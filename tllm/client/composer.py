@@ -197,8 +197,8 @@ class Composer:
         for tier in (tiers.vectors, tiers.clamps):
             for phase, entries in tier.items():
                 for entry in entries:
-                    self._check(entry, phase, found)
-                    changes = changes or self._located(entry, found) is not entry
+                    if self._check(entry, phase, found) is not entry:
+                        changes = True
         return tiers.map(partial(self._located, found=found)) if changes else tiers
 
     def _located(self, entry: SteeringEntry, found: dict[Condition, Condition]) -> SteeringEntry:
@@ -275,7 +275,10 @@ class Composer:
             self._features[name, number] = found
         return found
 
-    def _check(self, entry: SteeringEntry, phase: Phase, found: dict[Condition, Condition]) -> None:
+    def _check(
+        self, entry: SteeringEntry, phase: Phase, found: dict[Condition, Condition]
+    ) -> SteeringEntry:
+        """Refuse an entry that this engine cannot do; returns it as `_located` has it."""
         facts, name = self.facts, entry.name
         assert facts is not None
         if not facts.max_configs:
@@ -295,14 +298,17 @@ class Composer:
                 f"itself or for all entries: {_phases_of(entry.positions)}; give other positions, "
                 "or the entry in another field"
             )
+        located = entry
         if entry.when is not None:
-            self._check_condition(self._located(entry, found), phase)
+            located = self._located(entry, found)
+            self._check_condition(located, phase)
         if entry.vector.shape[-1] not in widths:
             raise ValueError(
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"
             )
         entry.check_numbers(facts.max_value, facts.max_reach, facts.smallest)
+        return self._located(entry, found) if entry.when is None else located
 
     def _check_condition(self, entry: SteeringEntry, phase: Phase) -> None:
         """Refuse a condition, found, that cannot decide on its entry."""

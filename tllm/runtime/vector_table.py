@@ -84,16 +84,20 @@ class VectorTable:
 
     def leave(self, digests: Iterable[str]) -> None:
         """One configuration that had these is gone."""
+        left = []
         for digest in digests:
             self._users[digest] -= 1
             if not self._users[digest]:  # there is no end to the vectors that requests bring
                 del self._users[digest]
-        self.drop(())
+                left.append(digest)
+        self.drop(self._dropped.intersection(left))
 
     def drop(self, digests: Iterable[str]) -> None:
         """Forget vectors, as soon as no configuration has them."""
-        self._dropped.update(digests)
-        for digest in [each for each in self._dropped if not self._users[each]]:
+        for digest in digests:
+            if self._users[digest]:
+                self._dropped.add(digest)
+                continue
             self._dropped.discard(digest)
             if not self._gates.let_go(digest) and digest in self.rows:
                 self._placed.release(self.rows.pop(digest), self._lengths.pop(digest))

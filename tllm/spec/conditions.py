@@ -280,20 +280,24 @@ def check_order(
             known wherever one is computed after the other.
     """
     memory = condition.memory
-    if memory.of_prompt or (memory.lasts and generated):
+    lasts = memory.lasts
+    if memory.of_prompt or (lasts and generated):
         return
+    own = order_of(point, layer)
     for probe in condition.probes():
-        if memory.lasts and _one_tensor((probe.point, probe.layer), (point, layer), points):
+        if not lasts and probe.layer is not None and probe.layer < own[0]:
+            continue  # as of most
+        if lasts and _one_tensor((probe.point, probe.layer), (point, layer), points):
             raise ValueError(
                 f"{name}: its condition looks at {_place(probe.point, probe.layer)}, and decides "
                 f"on later tokens at {_place(point, layer)}; the tokens of a prompt pass it "
                 "together. Give a probe at an earlier place, or decode_steering_vectors"
             )
-        if order_of(probe.point, probe.layer) > order_of(point, layer):
+        if order_of(probe.point, probe.layer) > own:
             raise ValueError(
                 f"{name}: its condition looks at {_place(probe.point, probe.layer)}, which the "
                 f"network computes after {_place(point, layer)}; give a probe at or before the "
-                f"place that it gates{_OR_DECODE if memory.lasts else ''}"
+                f"place that it gates{_OR_DECODE if lasts else ''}"
             )
         if probe.layer == layer and _side_by_side(probe.point, point, layer, points):
             raise ValueError(

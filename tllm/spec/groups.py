@@ -211,8 +211,7 @@ class SteeringGroup:
             what: has them, for the message.
             max_reach: the most that may be added to a number of a row.
         """
-        if len(groups) != 1 or not groups[0].only_adds_once:
-            SteeringGroup.check_counts(groups, what)
+        SteeringGroup.check_counts(groups, what)
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
         for group in groups:
             for place, added in group.reach.items():
@@ -233,6 +232,9 @@ class SteeringGroup:
             what: has them, for the message.
         """
         counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
+        groups = [*groups]
+        if len(groups) == 1 and groups[0].acts_once:
+            return
         for group in groups:
             for hook, layer, _, done in group.operations:
                 counts["operations"][hook, layer] += 1
@@ -266,11 +268,11 @@ class SteeringGroup:
         return f"{_FOR_LATER if judges else _JUDGED}{digest}"
 
     @property
-    def only_adds_once(self) -> bool:
-        """Whether all it does is to add one vector at each of its places, always."""
-        if self.gates is not None or len(self.reach) < len(self.operations):
+    def acts_once(self) -> bool:
+        """Whether all it does is one operation along a vector at each of its places."""
+        if len(self.reach) < len(self.operations):
             return False
-        return all(type(done) is Coefficients and done.only_adds for *_, done in self.operations)
+        return all(type(done) is Coefficients for *_, done in self.operations)
 
     @property
     def remembers(self) -> bool:

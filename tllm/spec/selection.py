@@ -231,7 +231,7 @@ class Selection:
         include, exclude = self.include.in_prompt(media), self.exclude.in_prompt(media)
         return replace(self, include=include, exclude=exclude)
 
-    @property
+    @cached_property
     def phases(self) -> frozenset[SelectedPhase]:
         """The phases, `prompt` and `generation`, of which it may mean tokens."""
         both: tuple[SelectedPhase, ...] = ("prompt", "generation")

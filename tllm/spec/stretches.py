@@ -134,6 +134,8 @@ def _kinds_of_tokens(uses: Sequence[GroupUse]) -> list[list[int]]:
 
 def most_configurations(uses: Sequence[GroupUse]) -> int:
     """How many distinct combinations of groups a request may need, whatever its tokens are."""
+    if len(uses) == 1 and uses[0].positions.everything:
+        return 1
     found: set[tuple[str, ...]] = set()
     phases: tuple[Phase, ...] = ("prefill", "decode")
     for phase in phases:

@@ -96,7 +96,7 @@ class SteeringEntry:
         """The largest absolute value of the vector."""
         return float(max(self.vector.max(), -self.vector.min()))
 
-    @property
+    @cached_property
     def reach(self) -> float:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return self.coefficients.reach(self.largest)
