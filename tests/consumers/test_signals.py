@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pytest
 
-from tllm.consumers.signals import Signal
-from tllm.ports import PerToken
+from tllm.consumers import signals
+from tllm.consumers.signals import ConditionRows, Signal
 
-ROWS = PerToken(
+ROWS = ConditionRows(
     np.array([0, 2, 3, 5], np.int32),
     np.array([[[0, 1], [3, 4]], [[np.nan, 1], [0, 2]], [[1, 0], [5, 6]], [[1, 1], [7, 8]]], "f"),
 )
@@ -34,7 +35,13 @@ def test_it_ends_where_its_sequence_does_whether_somebody_has_looked_or_not() ->
         assert listed(signal.up_to(0)) == [[], [], []]
 
 
-def test_it_is_the_same_after_being_sent() -> None:
+@pytest.mark.parametrize("few_bytes", [0, 64 << 10])
+def test_it_is_the_same_after_being_sent(few_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_FEW_BYTES", few_bytes)
+    nothing = ConditionRows(np.zeros(0, np.int32), np.zeros((0, 2, 1), np.float32))
+    assert listed(pickle.loads(pickle.dumps(Signal.of_rows(nothing, 0)))) == [[], [], []]
+    made = Signal(*map(np.array, listed(Signal.of_rows(ROWS, 0))))
+    assert listed(pickle.loads(pickle.dumps(made))) == listed(made)
     signal = Signal.of_rows(ROWS, 0).up_to(4)
     again = pickle.loads(pickle.dumps(signal, protocol=5))
     assert listed(again) == listed(signal) and again.written().keys() == signal.written().keys()

@@ -552,3 +552,38 @@ def test_an_engine_of_vllms_own_refuses_what_it_would_not_do(plain_engine):
         plain_engine.generate([prompt], asked, use_tqdm=False)
     with pytest.raises(ValueError, match="steering_vectors was asked of an engine of vLLM's own"):
         PoolingParams(steering_vectors=steering).verify(plain_engine.model_config)
+
+
+def test_parameters_that_are_used_again_meet_what_was_registered_since(llm):
+    """What was made of them is kept only while all of it holds."""
+    llm.steering.register_module("module", at(V))
+    asked = SamplingParams(
+        top_k=1,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        capture={"memory": {"hooks": {"post_block": [1]}}},
+        steering_module_ref="module",
+    )
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+
+    def tokens(n=1):
+        asked.n = n
+        [output] = llm.generate([prompt], asked, use_tqdm=False)
+        captured = [each.activations["post_block"][1] for each in output.outputs]
+        assert len(captured) == n and all(len(each.positions) >= TOKENS - 1 for each in captured)
+        return [list(each.token_ids) for each in output.outputs]
+
+    first = tokens()
+    assert tokens() == first == generate(llm, PROMPTS[:1], {"steering_vectors": at(V)})
+    assert tokens(n=2) == 2 * first
+    llm.clear_consumers()  # those of every engine come again when they are asked for
+    assert tokens() == first
+    llm.steering.set(at(W))
+    assert tokens() == generate(llm, PROMPTS[:1], {"steering_vectors": at(V)}) != first
+    llm.steering.clear()
+    llm.steering.unregister_module("module")
+    with pytest.raises(ValueError, match="no module 'module' is registered"):
+        tokens()
+    llm.steering.register_module("module", at(W))
+    assert tokens() == generate(llm, PROMPTS[:1], {"steering_vectors": at(W)})

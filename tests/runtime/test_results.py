@@ -122,7 +122,7 @@ class NeverMadeAgain:
 
 
 class NeverFails(Payload):
-    travels_safely = True
+    _travels_safely = True
 
 
 class Fails(NeverFails):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm import PoolingParams as VllmPoolingParams
@@ -27,11 +28,12 @@ from tllm.params import PoolingParams, asked_of, plain
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.gates import signal_names
 from tllm.spec.groups import SteeringGroup, gates_of, use_of_conversation
-from tllm.spec.patching import PatchUse
+from tllm.spec.patching import PatchUse, RequestPatch
 from tllm.spec.reading import allow_options
 from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
+_MOST_KEPT = 1024
 _PROMPT = Selection.parse({"phase": "prompt"})
 
 
@@ -40,6 +42,30 @@ class NewsError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the workers have to be asked something before this request")
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """What is made of what a request asks, whichever request it is.
+
+    Attributes:
+        wire: a `RequestSpec` without ids, as plain data.
+        groups, patch, captures, wants_tokens, unused, named, lasting: as of `Prepared`.
+    """
+
+    wire: Mapping[str, Any]
+    patch: RequestPatch | None
+    groups: tuple[SteeringGroup, ...]
+    captures: Mapping[str, Mapping[str, Any]]
+    wants_tokens: bool
+    unused: frozenset[str]
+    named: frozenset[str]
+    lasting: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def ended_by(self) -> frozenset[str]:
+        ends = *self.wire.get("stops", ()), *self.wire.get("aborts", ())
+        return frozenset(name for _, name in ends)
 
 
 class RequestAdmission:
@@ -67,6 +93,9 @@ class RequestAdmission:
         self._uses = uses
         self._prompts = prompts
         self._params = CheckedParams()
+        #: What was made of what is asked, for one number of samples each, while somebody has that.
+        self._kept: dict[tuple[int, int], tuple[weakref.ref[Asked], _Made]] = {}
+        self._changes = 0  # of what is registered, when these were made
 
     def admit(
         self,
@@ -106,23 +135,26 @@ class RequestAdmission:
                 asked = asked_of(params)
             except TypeError as error:  # what vLLM hands on of an `AsyncLLM`'s has no text
                 raise RefusedError(str(error)) from None
-        groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
+        kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
+        if first is None and kind.is_plain and (known := self._known(asked, params.n)) is not None:
+            return self._begin(params, request_id, os.urandom(16).hex(), kind, known)
+        given, groups = asked, () if first is None else first.groups
         if first is None and self._registered.composer.concerns(asked.steering):
             groups = self._registered.composer.groups(asked.steering)
         if SignalsConsumer.consumer_id in asked.consumers:
             _check_signals(asked.consumers[SignalsConsumer.consumer_id], groups)
         if results and groups:
             asked = _with_signals(asked, groups)
-        kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
         # Nothing is waited for after this until the groups are held, below.
         uses = yield from self._uses_when_there(kind, asked, groups, held=first is not None)
         patch: tuple[PatchUse, ...] = ()
         if asked.patch is not None and not asked.patch.unplaced:
             patch = self._registered.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        prepared = self._prepare(params, asked, request_id, prompt_id, (groups, patch), kind, uses)
-        if first is None:
-            self._held.hold(prompt_id, groups)
+        made = self._made(params, asked, (groups, patch), kind, uses)
+        prepared = self._begin(params, request_id, prompt_id, kind, made, hold=first is None)
+        if first is None and kind.is_plain:
+            self._keep(given, params.n, made)
         if _converses(asked, groups):  # last, since who is refused begins no conversation
             yield from self._enter(asked.conversation, prepared)
         return prepared
@@ -228,16 +260,14 @@ class RequestAdmission:
             return None
         return WorkerCall("leave_conversation", prepared.conversation)
 
-    def _prepare(
+    def _made(
         self,
         params: Any,
         asked: Asked,
-        request_id: str,
-        prompt_id: str,
         changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
         kind: RequestKind,
         uses: Uses,
-    ) -> Prepared:
+    ) -> _Made:
         if kind.streamed and kind.results and len(uses.unused) < len(self._registered.consumers):
             uses.wants_tokens = True
         groups, patch = changes
@@ -249,8 +279,6 @@ class RequestAdmission:
             once = _converses(asked, groups) and all(g.needs_prompt_once for g in needing)
             uses.reads.append(RowsRead(CONVERSATION if once else "when", _PROMPT))
         spec = RequestSpec(
-            request_id=request_id,
-            prompt_id=prompt_id if kind.results else "",
             num_samples=params.n if kind.generates else 1,
             consumers=asked.consumers,
             registrations=self._registrations_of(asked, uses),
@@ -268,24 +296,73 @@ class RequestAdmission:
             aborts=aborts,
             media=media,
         )
-        prepared = Prepared(
-            self._params.copy(params, spec.to_wire()) if kind.generates else _pooled(params, spec),
-            prompt_id,
+        return _Made(
+            spec.to_wire(),
+            asked.patch,
+            groups,
             {name: asked.consumers.get(name, {}) for name in uses.captures},
             wants_tokens=uses.wants_tokens,
-            streamed=kind.streamed,
             unused=frozenset(uses.unused),
             named=frozenset(asked.consumers.keys() - uses.unused),
             lasting=self._lasting(asked, uses) if kind.streamed else {},
-            groups=groups,
-            patch=asked.patch,
-            ended_by=frozenset(name for _, name in (*stops, *aborts)),
+        )
+
+    def _begin(
+        self,
+        params: Any,
+        request_id: str,
+        prompt_id: str,
+        kind: RequestKind,
+        made: _Made,
+        *,
+        hold: bool = True,
+    ) -> Prepared:
+        """A request of which it is known what it asks; the workers hold its groups."""
+        prompt = prompt_id if kind.results else ""
+        wire = {**made.wire, "request_id": request_id, "prompt_id": prompt}
+        prepared = Prepared(
+            self._params.copy(params, wire) if kind.generates else _pooled(params, wire),
+            prompt_id,
+            made.captures,
+            wants_tokens=made.wants_tokens,
+            streamed=kind.streamed,
+            unused=made.unused,
+            named=made.named,
+            lasting=made.lasting,
+            groups=made.groups,
+            patch=made.patch,
+            ended_by=made.ended_by,
             keeps_results=kind.results,
             samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
-        if media is not None:
+        if wire.get("media") is not None:
             self._prompts.expect(prepared)
+        if hold:
+            self._held.hold(prompt_id, made.groups)
         return prepared
+
+    def _known(self, asked: Asked, samples: int) -> _Made | None:
+        """What was made of the same before, if all of it holds still."""
+        if self._changes != self._registered.changes:
+            self._changes = self._registered.changes
+            self._kept.clear()
+        kept = self._kept.get((id(asked), samples))
+        if kept is None or kept[0]() is not asked or not self._held.has(kept[1].groups):
+            return None
+        return kept[1]
+
+    def _keep(self, given: Asked, samples: int, made: _Made) -> None:
+        """Others ask the same, by the same parameters. Consumers that are not of every engine are
+        asked each time."""
+        if given.patch is not None or given.conversation is not None or made.ended_by:
+            return
+        consumers = self._registered.consumers
+        if any(type(each) is not BUILT_IN.get(name) for name, each in consumers.items()):
+            return
+        key, kept = (id(given), samples), self._kept
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[key] = weakref.ref(given, lambda _: kept.pop(key, None)), made
 
     def _registrations_of(self, asked: Asked, uses: Uses) -> dict[str, str]:
         """By which consumers a request was accepted, of those that it names and that are not of
@@ -351,8 +428,8 @@ def _ends(
     return stops, aborts
 
 
-def _pooled(params: Any, spec: RequestSpec) -> VllmPoolingParams:
-    """A copy of pooling parameters that carries a spec."""
+def _pooled(params: Any, wire: Mapping[str, Any]) -> VllmPoolingParams:
+    """A copy of pooling parameters that carries this."""
     own = (plain(params) if isinstance(params, PoolingParams) else params).clone()
-    own.extra_kwargs = {**(own.extra_kwargs or {}), EXTRA_ARG: spec.to_wire()}
+    own.extra_kwargs = {**(own.extra_kwargs or {}), EXTRA_ARG: wire}
     return own

@@ -59,6 +59,7 @@ class Registrations:
         patches: finds what a request's patches name.
         holder: by which the workers know this front end.
         front_ends: how many share the engine's workers, as far as is known here.
+        changes: another number after each change of what is known here.
         replicas: data-parallel ones that this front end sends requests to.
     """
 
@@ -82,6 +83,7 @@ class Registrations:
         self.holder = shared.token or uuid.uuid4().hex
         self.front_ends = front_ends
         self.replicas = 1
+        self.changes = 0
         self._shared = shared
         self._workers = workers
         self._waiting = list(consumers)
@@ -188,6 +190,7 @@ class Registrations:
 
     def _learn(self, key: str, changed: int, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
+        self.changes += 1
         if value is None:
             self._versions.pop(key, None)
         else:
@@ -217,6 +220,7 @@ class Registrations:
 
     def _adopt(self, consumer: Consumer, capturing: bool, registration: str) -> None:
         """A consumer is registered: this object stands for its copies in the workers."""
+        self.changes += 1
         self.consumers[consumer.consumer_id] = consumer
         self.ids[consumer.consumer_id] = registration
         self.flows[consumer.consumer_id] = tuple(consumer.flows())

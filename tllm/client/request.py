@@ -86,13 +86,19 @@ class RequestKind:
     generated: int | None = None
     results: bool = True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it may be asked for all that there is."""
+        beam = self.generated is not None
+        return self.generates and self.results and not self.streamed and not beam
+
     def check(self, asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> None:
         """Refuse what cannot be done to a request of this kind: of the fields of a request in
         their order, of what else steers it, and of the consumers.
 
         Raises `ValueError` naming what is wrong.
         """
-        if self.generates and self.results and not self.streamed and self.generated is None:
+        if self.is_plain:
             return
         for what, limits, way_out in self._limited(asked, groups, uses):
             for limit, holds in (

@@ -44,13 +44,13 @@ class ResultGathering:
         """Whether the workers may have anything to say about a request when it ends."""
         if not prepared.keeps_results:
             return False
-        used = self._registered.consumers.keys() - prepared.unused
+        consumers = self._registered.consumers.keys()
         if prepared.patch is not None:  # rows may have been dropped before it began
             return True
-        if prepared.named - self._registered.consumers.keys():  # it asked for what has left
+        if not prepared.named <= consumers:  # it asked for what has left
             return True
-        says_why = prepared.samples.need_reasons or bool(self._registered.consumers)
-        return bool(used) or (bool(prepared.groups) and says_why)
+        says_why = prepared.samples.need_reasons or bool(consumers)
+        return not consumers <= prepared.unused or (bool(prepared.groups) and says_why)
 
     def hear_who_left(self, requests: Iterable[Prepared]) -> Steps[None]:
         """Know which consumers other front ends have removed, before the results of requests that
@@ -130,19 +130,22 @@ class ResultGathering:
         consumers of this process."""
         request: Prepared = output.tllm_request
         joined = request.results.joined()
-        missing = dict.fromkeys(request.named - self._registered.consumers.keys(), LEFT)
+        consumers = self._registered.consumers
+        missing = dict.fromkeys(request.named - consumers.keys(), LEFT)
         if request.results.lost:
-            used = request.named | (self._registered.consumers.keys() - request.unused)
+            used = request.named | (consumers.keys() - request.unused)
             lost = f"the workers could not be asked for the result: {request.results.lost}"
             missing |= dict.fromkeys(used, lost)
             joined = {sample: _made(results) for sample, results in joined.items()}
         attach_results(output, request, joined, missing)
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
-                consumer, key = self._registered.consumers.get(name), (index, name)
+                consumer, key = consumers.get(name), (index, name)
                 if consumer is None or result.status == "pending" or key in request.handed_over:
                     continue
                 request.handed_over.add(key)
+                if getattr(consumer.on_result, "__func__", None) is Consumer.on_result:
+                    continue  # it does nothing
                 wrong = _wrong_in_on_result(consumer, output, index, result)
                 if wrong:
                     set_result(output, sample, name, replace(result, status="error", error=wrong))

@@ -166,6 +166,9 @@ class Collected:
 
 
 def _joined(parts: list[Mapping[str, Any]]) -> ConsumerResult:
+    if len(parts) == 1:
+        [part] = parts
+        return ConsumerResult(part["status"], part["error"] or None, part["payload"])
     status = max((part["status"] for part in parts), key=_WORST.index)
     errors = dict.fromkeys(part["error"] for part in parts if part["error"])
     payload, left_out = None, False
@@ -253,8 +256,9 @@ def attach_results(
         aborted = completed and sample.finish_reason == "abort" and not judged
         without_token = aborted and not lengths.get(index, 0)
         for name in request.captures:
-            why = _NOT_BEGUN if without_token else _NO_RESULT
-            own.setdefault(name, ConsumerResult("error", why, None))
+            if name not in own:
+                why = _NOT_BEGUN if without_token else _NO_RESULT
+                own[name] = ConsumerResult("error", why, None)
         for name in request.named if without_token else ():
             own.setdefault(name, ConsumerResult("error", _NO_TOKEN, None))
         num_rows = prompt_len + max(lengths.get(index, 0) - (not judged), 0)
@@ -358,4 +362,6 @@ def _final(
     text = "; ".join(filter(None, problems)) or None
     if status == "ok" and text:
         status = "partial_error"
-    return replace(result, status=status, error=text, payload=payload)
+    if (status, text) == (result.status, result.error) and payload is result.payload:
+        return result
+    return ConsumerResult(status, text, payload)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tllm.engine.seams import uses
 from tllm.spec.changes import Changes
 from tllm.spec.request import RequestSpec
+from tllm.spec.selection import stretches_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -103,14 +103,14 @@ class BlockKeys:
 def _digests_at(changes: Changes, block_size: int, stops: Sequence[int]) -> Mapping[int, bytes]:
     """What the first of the changes do, by their number: for as many as begin before the end of a
     block, or before one of the stops."""
-    starts = np.array([start for start, _ in changes], np.int64)
-    ends = np.array(stops, np.int64), (starts // block_size + 1) * block_size
+    starts = [start for start, _ in changes]
+    ends = {*stops, *((start // block_size + 1) * block_size for start in starts)}
     told = {done: hashlib.sha256(done).digest() for done in {done for _, done in changes}}
     done = [told[done] for _, done in changes]
     digest, found = hashlib.sha256(), {}
-    reached = np.unique(np.searchsorted(starts, np.concatenate(ends)))
-    for first, last in pairwise([0, *reached.tolist()]):
-        digest.update(starts[first:last].tobytes() + b"".join(done[first:last]))
+    reached = {1 + stretch for stretch in stretches_of(starts, [end - 1 for end in ends])}
+    for first, last in pairwise([0, *sorted(reached)]):
+        digest.update(array("q", starts[first:last]).tobytes() + b"".join(done[first:last]))
         found[last] = digest.digest()
     return found
 

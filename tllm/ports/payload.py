@@ -18,14 +18,11 @@ class Payload:
     What a worker returns is joined with what other pipeline stages return, gets the prompt rows
     of sample 0 where prompt rows are given once, and is cut at the sequence's end. Each method
     returns a new payload; by default, the same one.
-
-    Attributes:
-        travels_safely: of a class itself, and of none that is made of it: to pickle it, and to read
-            it, never raises. Then it travels together with other results, which is several times as
-            fast.
     """
 
-    travels_safely: ClassVar[bool] = False
+    _travels_safely: ClassVar[bool] = False
+    """Of a class itself, and of none that is made of it: to pickle it, and to read it, never
+    raises. Then it travels together with other results, which is several times as fast."""
 
     def joined(self, other: Any) -> Any:
         """This payload together with that of another pipeline stage. A class that leaves this out

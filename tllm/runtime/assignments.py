@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tllm.runtime.broken_sequences import NOT_FINITE, BrokenSequences
 from tllm.runtime.columns import DECODE, PREFILL, Column
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
-from tllm.runtime.programs import Programs, TooManyProgramsError
+from tllm.runtime.programs import Asked, Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
 from tllm.runtime.steering import Steering
 from tllm.runtime.token_choices import Choice
@@ -35,6 +36,8 @@ from tllm.spec.stretches import (
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED = 4096
+_MOST_KINDS, _SHORT = 1024, 16
+"""Layouts that are remembered, and the most stretches and intervals of one."""
 _EVERYWHERE: Intervals = ((0, END),)
 
 
@@ -76,6 +79,8 @@ class Assignments:
         self.not_steered = 0
         self.not_patched = 0
         self.not_finite = 0
+        #: By length of the prompt, stretches and what is wanted: most ask what others asked.
+        self._kinds: dict[tuple[Any, ...], tuple[list[Asked], list[int]]] = {}
 
     @property
     def crowded(self) -> bool:
@@ -85,6 +90,7 @@ class Assignments:
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
         self.flows = flows
+        self._kinds.clear()
         self._programs.clear()
         self._slots.invalidate()
         for sequence in self._slots:
@@ -177,13 +183,15 @@ class Assignments:
         if not wanted:
             self._programs.assign(slot, ())
             return [0] * len(starts)
-        covered = (covers_each(intervals, starts) for _, intervals in wanted)
-        kinds, kind_of = columns_of([[start >= prompt_len for start in starts], *covered])
-        asked = []
-        for decoded, *of_kind in kinds:
-            phase = DECODE if decoded else PREFILL
-            meant = [flow for (flow, _), at in zip(wanted, of_kind, strict=True) if at]
-            asked.append((phase, tuple(dict.fromkeys(f for f in meant if phase in f.phases))))
+        key = prompt_len, tuple(starts), tuple(wanted)
+        kinds = self._kinds.get(key)
+        if kinds is None:
+            kinds = _kinds_of_stretches(*key)
+            if len(starts) + sum(len(intervals) for _, intervals in wanted) <= _SHORT:
+                if len(self._kinds) >= _MOST_KINDS:
+                    self._kinds.clear()
+                self._kinds[key] = kinds
+        asked, kind_of = kinds
         try:
             numbers = self._programs.assign(slot, asked)
             return [numbers[kind] for kind in kind_of]
@@ -339,6 +347,20 @@ class Assignments:
             self.steering.forget(sequence.info.slot, sequence.latch)
         if sequence.patched is not None:
             self.patching.release(sequence.patched)
+
+
+def _kinds_of_stretches(
+    prompt_len: int, starts: Sequence[int], wanted: Sequence[tuple[BoundFlow, Intervals]]
+) -> tuple[list[Asked], list[int]]:
+    """What is asked of the rows of some stretches, each of it once; and which of it of each."""
+    covered = (covers_each(intervals, starts) for _, intervals in wanted)
+    kinds, kind_of = columns_of([[start >= prompt_len for start in starts], *covered])
+    asked = []
+    for decoded, *of_kind in kinds:
+        phase = DECODE if decoded else PREFILL
+        meant = [flow for (flow, _), at in zip(wanted, of_kind, strict=True) if at]
+        asked.append((phase, tuple(dict.fromkeys(f for f in meant if phase in f.phases))))
+    return asked, kind_of
 
 
 def _rows_of(chosen: TokenChoice, rows: Mapping[Configuration, int]) -> Choice:

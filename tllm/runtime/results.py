@@ -312,7 +312,7 @@ def _travels_safely(payload: Any) -> bool:
     """Whether a payload, or each of those in a mapping, may be pickled together with others."""
     if type(payload) is dict:
         return all(type(name) is str and _travels_safely(each) for name, each in payload.items())
-    return payload is None or bool(vars(type(payload)).get("travels_safely"))
+    return payload is None or bool(vars(type(payload)).get("_travels_safely"))
 
 
 def _error(fault: BaseException, what: str = "") -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
     the one layer None.
     """
 
-    travels_safely = True
+    _travels_safely = True
 
     def __init__(
         self,

@@ -399,11 +399,11 @@ class Capturing(Consumer):
     def _kept_rows(self, ending: Ending) -> tuple[StageRows, str]:
         """Its rows, and what is missing."""
         spec, places, request = ending.spec, ending.places, ending.request
-        kept = spec.kept[1]
-        dtype = self._model.dtype if kept == "model" else getattr(torch, kept)
-        empty = torch.empty((0, len(places), self._model.hidden_size), dtype=dtype)
         rows, missing = self._rows.take((_label(spec), places), sequence_key(request))
         if rows is None:
+            kept = spec.kept[1]
+            dtype = self._model.dtype if kept == "model" else getattr(torch, kept)
+            empty = torch.empty((0, len(places), self._model.hidden_size), dtype=dtype)
             rows = CapturedRows(_NONE, [empty])
         prompt, generated = rows.split(request.prompt_len)
         if not spec.chooses_late:
