@@ -339,7 +339,8 @@ class RowPlanner:
             return _Stretches(everyone, batch.starts, batch.ends, values, True, steps_left)
         inside = np.ones(len(at), bool) if outside is None else ~outside
         border = np.clip(prompt_len, batch.starts, batch.ends)
-        parts = [self._by_timeline(batch, i) for i in np.flatnonzero(~inside).tolist()]
+        apart = np.flatnonzero(~inside).tolist()
+        parts = [self._by_timeline(batch, apart)] if apart else []
         for phase, low, high in (
             (PREFILL, batch.starts, border),
             (DECODE, border, batch.ends),
@@ -364,24 +365,31 @@ class RowPlanner:
             return outside, 0  # what is looked up by position may be another at the next one
         return None, int((table.windows[1, at] - batch.ends).min(initial=END))
 
-    def _by_timeline(self, batch: StepBatch, i: int) -> _Stretches:
-        """The stretches of a sequence with a timeline that this batch computes."""
-        table, slot = self._slots, int(batch.slots[i])
-        timeline = table.timelines[slot]
-        start, end = int(batch.starts[i]), int(batch.ends[i])
-        of = timeline.between(start, end)
-        starts = np.array(timeline.starts[of.start : of.stop], np.int32)
-        low = np.maximum(starts, np.int32(start))
-        high = np.append(low[1:], np.int32(end))
-        phase = (low >= table.prompt_len[slot]).astype(np.int32)
-        values = timeline.values(of)
-        for column in Column:
-            if not column.by_position:
-                values[column] = table.values[column, phase, slot]
-            elif column.consecutive:
+    def _by_timeline(self, batch: StepBatch, which: Sequence[int]) -> _Stretches:
+        """The stretches of some sequences with timelines that this batch computes."""
+        table, begin, end = self._slots, batch.starts.tolist(), batch.ends.tolist()
+        counts: list[int] = []
+        found: list[int] = []
+        said: dict[Column, list[int]] = {column: [] for column in Column if column.by_position}
+        for i, slot in zip(which, batch.slots[which].tolist(), strict=True):
+            timeline = table.timelines[slot]
+            of = timeline.between(begin[i], end[i])
+            counts.append(len(of))
+            found += timeline.starts[of.start : of.stop]
+            for column, told in said.items():
+                own = timeline.said.get(column)
+                told += [column.neutral] * len(of) if own is None else own[of.start : of.stop]
+        owners, starts = np.repeat(which, counts), np.array(found, np.int32)
+        low, slots = np.maximum(starts, batch.starts[owners]), batch.slots[owners]
+        high, last = np.append(low[1:], np.int32(0)), np.append(owners[1:] != owners[:-1], True)
+        high[last] = batch.ends[owners[last]]
+        values = table.values[:, (low >= table.prompt_len[slots]).view(np.int8), slots]
+        for column, told in said.items():
+            values[column] = told
+            if column.consecutive:
                 counting = values[column] >= 0
                 values[column, counting] += (low - starts)[counting]
-        return _Stretches(np.full(len(low), i), low, high, values, steps_left=0)
+        return _Stretches(owners, low, high, values, steps_left=0)
 
     def _place(self, segments: IntArray) -> int:
         """Give segments their places in the ring, relative to the first; returns the rows taken."""

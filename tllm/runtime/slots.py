@@ -56,13 +56,6 @@ class Timeline:
         following = bisect_right(self.starts, position)
         return self.starts[following] if following < len(self.starts) else END
 
-    def values(self, stretches: range) -> IntArray:
-        """`[columns, stretches]`, what every column says."""
-        found = np.tile(NEUTRAL[:, None], len(stretches))
-        for column, values in self.said.items():
-            found[column] = values[stretches.start : stretches.stop]
-        return found
-
 
 @dataclass(eq=False)
 class RunningSequence:
