@@ -119,11 +119,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+WATCHED = ("test_kernels.py", "test_esamp_kernels.py", "test_recorded_calls.py")
+
+
 @pytest.fixture(autouse=INTERPRETED, scope="module")
 def watched_integers(request: pytest.FixtureRequest) -> None:
-    """Integers of kernels that run alone are watched for overflow. In an engine, which runs the
-    same kernels, that would take a sixth of the time."""
-    check_overflow(wanted=request.path.parent.name in ("runtime", "esamp"))
+    """Integers of kernels that run alone are watched for overflow. In an engine vLLM draws with
+    some that overflow, and so may lanes of a relay whose result is not used."""
+    check_overflow(wanted=request.path.name in WATCHED)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.recorded_calls import forget, recorded
 
 
 def interpret_faster() -> None:
@@ -19,13 +21,15 @@ def interpret_faster() -> None:
     _call_builtins_directly()
     _launch_quickly()
     _make_tensors_quickly()
-    _check_equal_types_quickly()
+    _compute_directly()
 
 
 def check_overflow(*, wanted: bool) -> None:
-    """Whether each sum and product of integers is computed twice, to see that it fits."""
-    options = interpreter.InterpreterOptions(sanitize_overflow=wanted)
+    """Whether each sum and product of integers is computed twice, to see that it fits. Without
+    `debug` the interpreter computes it, and says nothing."""
+    options = interpreter.InterpreterOptions(sanitize_overflow=wanted, debug=wanted)
     interpreter.interpreter_builder.options = options
+    forget()
 
 
 def _put_language_once() -> None:
@@ -50,21 +54,16 @@ def _put_language_once() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A function of the language is given what interprets it, and nobody asks whether it was."""
+    """A function of the language is given what interprets it, nobody asks whether it was, and what
+    it does is recorded."""
     asking = tl.core.builtin(lambda _semantic: None).__code__
-    put, semantic = interpreter._patch_attr, interpreter.interpreter_semantic
+    put = interpreter._patch_attr
 
     def put_function(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         if getattr(member, "__code__", None) is not asking:
             put(owner, name, member, builder, scope)
             return
-        function = member.__wrapped__
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(owner, name, call)
+        scope.set_attr(owner, name, recorded(member.__wrapped__))
 
     interpreter._patch_attr = put_function
 
@@ -75,6 +74,10 @@ def _launch_quickly() -> None:
     read.getfullargspec = cache(inspect.getfullargspec)
     read.get_annotations = cache(inspect.get_annotations)
     interpreter.inspect = read
+    # Python 3.11 maps memory for frames in pieces of 16 KiB, and a call that begins a piece maps
+    # and unmaps it each time. One large frame is in a piece of its own, with room for those after.
+    launch = interpreter.GridExecutor.__call__
+    launch.__code__ = launch.__code__.replace(co_stacksize=9000)
 
 
 def _make_tensors_quickly() -> None:
@@ -123,27 +126,45 @@ def _make_tensors_quickly() -> None:
     tl.core._unwrap_if_constexpr = unwrapped
 
 
-def _check_equal_types_quickly() -> None:
-    """Two tensors of one type need no conversion, and of one shape no other."""
-    check = TritonSemantic.binary_op_type_checking_impl
-    broadcast = TritonSemantic.broadcast_impl_value
-    signature = list(inspect.signature(check).parameters)
-    assert signature[-1] == "div_or_mod", signature
+def _compute_directly() -> None:
+    """Masks of loads without one, and zeros where it is false, are made once of a shape, and types
+    of arrays are compared as objects, of which numpy has one for each."""
+    builder, truth = interpreter.InterpreterBuilder, np.dtype(np.bool_)
 
-    def checked(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        alike = (
-            lhs.__class__ is tl.tensor
-            and rhs.__class__ is tl.tensor
-            and (lhs.type is rhs.type or lhs.type == rhs.type)
-            and not lhs.dtype.is_ptr()
-        )
-        if alike and len(args) < 4 and not kwargs.get("div_or_mod"):
-            return lhs, rhs
-        return check(self, lhs, rhs, *args, **kwargs)  # type: ignore[no-any-return]
+    @cache
+    def everywhere(shape: tuple[int, ...]) -> Any:
+        mask = np.ones(shape, np.bool_)
+        mask.setflags(write=False)
+        return interpreter.TensorHandle(mask, tl.int1)
 
-    def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        alike = vars(lhs.type).get("shape") is vars(rhs.type).get("shape")
-        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+    @cache
+    def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+        found = np.zeros(shape, dtype)
+        found.setflags(write=False)
+        return found
 
-    TritonSemantic.binary_op_type_checking_impl = checked
-    TritonSemantic.broadcast_impl_value = broadcasted
+    def load(self: Any, ptr: Any, cache_policy: Any, is_volatile: Any) -> Any:
+        return masked_load(self, ptr, everywhere(ptr.data.shape), None, cache_policy, is_volatile)
+
+    def masked_load(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: Any
+    ) -> Any:
+        of = ptrs.get_element_ty()
+        dtype = interpreter._get_np_dtype(of)
+        otherwise = zeros(ptrs.data.shape, dtype) if other is None else other.data
+        found = interpreter._interpreter.load(ptrs.data, mask.data, otherwise, dtype)
+        return interpreter.TensorHandle(found, of)
+
+    compute = builder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        one, other = lhs.data, rhs.data
+        if one.dtype is truth or one.dtype is not other.dtype:
+            return compute(self, lhs, rhs, op)
+        found, of = op(one, other), lhs.dtype.scalar
+        if found.dtype is not truth and found.dtype is not one.dtype:
+            return compute(self, lhs, rhs, op)
+        return interpreter.TensorHandle(found, of)
+
+    builder.create_load, builder.create_masked_load = load, masked_load
+    builder.binary_op = binary_op
