@@ -69,14 +69,26 @@ def _call_builtins_directly() -> None:
 
 
 def _launch_quickly() -> None:
-    """The parameters of a function are found once."""
+    """The parameters of a function are found once, and memory of the host is not copied to it."""
     read = types.SimpleNamespace(**vars(inspect))
     read.getfullargspec = cache(inspect.getfullargspec)
     read.get_annotations = cache(inspect.get_annotations)
+
+    def getcallargs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        names = read.getfullargspec(function).args
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) == len(given) == len(names):
+            return given
+        return inspect.getcallargs(function, *args, **kwargs)
+
+    read.getcallargs = getcallargs
     interpreter.inspect = read
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+    executor._restore_args_dev = lambda self, *given: None
     # Python 3.11 maps memory for frames in pieces of 16 KiB, and a call that begins a piece maps
     # and unmaps it each time. One large frame is in a piece of its own, with room for those after.
-    launch = interpreter.GridExecutor.__call__
+    launch = executor.__call__
     launch.__code__ = launch.__code__.replace(co_stacksize=9000)
 
 

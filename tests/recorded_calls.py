@@ -251,7 +251,8 @@ class _Recording:
         """How to have the same done with other operands."""
         operand = next((n for n, each in enumerate(self._operands) if each is answer), None)
         result: int | None = None
-        if operand is None and answer is not None:
+        void = type(answer) is tl.tensor and answer.handle is None  # as stores give
+        if operand is None and answer is not None and not void:
             result = self._places.get(id(answer.handle)) if type(answer) is tl.tensor else None
             self._repeats &= result is not None
         if not self._repeats:
@@ -277,7 +278,7 @@ class _Recording:
                     values.append(found)
             if kind is not None:
                 return tl.tensor(values[last], kind)
-            return None if operand is None else operands[operand]
+            return answer if operand is None else operands[operand]
 
         if len(steps) == 1 and result in given:
             function, places, _ = self._steps[0]
