@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,11 @@ _OF_THE_CLIENT = ("stream", "emulate_tools", "responses_api", "strict_tools", "c
 
 
 class StartedServer:
-    """A server of this process, which ends with it."""
+    """A server of this process, which ends with it.
+
+    It starts when it is first waited for: Inspect also makes a model to look up what it is called,
+    beside the one that is asked.
+    """
 
     def __init__(
         self, model: str, steering: str | None, options: Mapping[str, Any], timeout_s: float
@@ -132,7 +137,7 @@ class StartedServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._until = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
         self._log = Path(tempfile.mkdtemp(prefix="tllm-inspect-")) / "server.log"
         command = [*_START, model, "--host", "127.0.0.1", "--port", str(port)]
         if steering is not None:
@@ -142,14 +147,29 @@ class StartedServer:
                     "where a module of that name is registered"
                 )
             command += ["--steering-module", f"{module_name(steering)}={steering}"]
-        command += flags(options)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        self.stop = weakref.finalize(self, _stop, self._process)
+        self._command = [*command, *flags(options)]
+        self._starts = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until = float("inf")
+        self._end: Callable[[], object] = _nothing
+
+    def stop(self) -> None:
+        """End it, if it was started."""
+        self._end()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._starts:
+            if self._process is None:
+                with self._log.open("wb") as log:
+                    self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+                self._until = time.monotonic() + self._timeout_s
+                self._end = weakref.finalize(self, _stop, self._process)
+            return self._process
 
     def wait(self) -> None:
-        """Wait until it answers."""
-        while self._process.poll() is None and time.monotonic() < self._until:
+        """Start it, if it was not, and wait until it answers."""
+        process = self._start()
+        while process.poll() is None and time.monotonic() < self._until:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=10):
                     self._until = float("inf")
@@ -216,6 +236,10 @@ def _put_results(output: ModelOutput, call: ModelCall) -> None:
     if any(samples):
         more = {"samples": samples} if len(samples) > 1 else {}
         output.metadata = {**(output.metadata or {}), **samples[0], **more}
+
+
+def _nothing() -> None:
+    """There is no process yet."""
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -143,6 +143,16 @@ def test_what_a_model_cannot_be_given_is_refused(options, sentence, monkeypatch)
         get_model("tllm/demo", memoize=False, **options)
 
 
+def test_a_model_that_is_only_looked_up_starts_no_server(monkeypatch):
+    """Inspect looked up the model of an evaluation, and a second server ran beside the first."""
+    monkeypatch.delenv("TLLM_BASE_URL", raising=False)
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kwargs: started.append(command))
+    found = get_model("tllm/demo", api_key="__model_info_lookup__", memoize=False)
+    asyncio.run(found.api.aclose())
+    assert not started
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "127.0.0.1:1/v1"])
 def test_a_server_that_is_not_there_is_named(url, tmp_path):
     """Inspect tried again without end."""
