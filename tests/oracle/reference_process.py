@@ -23,6 +23,7 @@ class ReferenceProcess:
         self.root = root
         self.variant = variant
         self._process = PlainProcess(threads=1)
+        self._unchanged: dict[tuple[str, tuple[int, ...]], tuple[States, Tensor]] = {}
 
     def checkpoint(self, family: str) -> Path:
         """The folder of the family's checkpoint, for `LLM(model=...)`."""
@@ -34,7 +35,15 @@ class ReferenceProcess:
     def run(
         self, family: str, token_ids: list[int], writes: Writes, steers: Steers | None = None
     ) -> tuple[States, Tensor]:
-        return self._ask(FamilyReference.written, family, token_ids, writes, steers)
+        """What is asked again of a family, with nothing changed, is not computed again."""
+        if writes or steers:
+            return self._ask(FamilyReference.written, family, token_ids, writes, steers)
+        asked = family, tuple(token_ids)
+        if asked not in self._unchanged:
+            if any(of != family for of, _ in self._unchanged):
+                self._unchanged.clear()
+            self._unchanged[asked] = self._ask(FamilyReference.written, family, token_ids, {})
+        return self._unchanged[asked]
 
     def capture(self, family: str, token_ids: list[int], writes: Writes | None = None) -> States:
         return self._ask(FamilyReference.capture, family, token_ids, writes)

@@ -7,6 +7,7 @@ checked against the other. Import rules keep them apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,8 +52,10 @@ class BlockPlace:
 
     def module(self, block: nn.Module) -> nn.Module | None:
         """The module of this block; None where it has none of them."""
-        found = dict(block.named_modules())
-        return next((found[path] for path in self.path.split("|") if path in found), None)
+        for path in self.path.split("|"):
+            with suppress(AttributeError):
+                return block.get_submodule(path)
+        return None
 
 
 def _into(path: str) -> BlockPlace:

@@ -470,6 +470,8 @@ def _work_reference(
         if fused is not None:
             rows.zero_()
         return
+    if not changed.any():  # as where rows are only captured
+        return
     written_at, written = torch.from_numpy(at[changed]), value[torch.from_numpy(changed)].to(dtype)
     if fused is not None:
         fused[written_at] = written
