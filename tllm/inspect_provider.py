@@ -138,7 +138,6 @@ class StartedServer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._timeout_s = timeout_s
-        self._log = Path(tempfile.mkdtemp(prefix="tllm-inspect-")) / "server.log"
         command = [*_START, model, "--host", "127.0.0.1", "--port", str(port)]
         if steering is not None:
             if not Path(steering).is_file():
@@ -149,7 +148,7 @@ class StartedServer:
             command += ["--steering-module", f"{module_name(steering)}={steering}"]
         self._command = [*command, *flags(options)]
         self._starts = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._started: tuple[subprocess.Popen[bytes], Path] | None = None
         self._until = float("inf")
         self._end: Callable[[], object] = _nothing
 
@@ -157,18 +156,21 @@ class StartedServer:
         """End it, if it was started."""
         self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Path]:
+        """Its process and its log, from now on or before."""
         with self._starts:
-            if self._process is None:
-                with self._log.open("wb") as log:
-                    self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            if self._started is None:
+                path = Path(tempfile.mkdtemp(prefix="tllm-inspect-")) / "server.log"
+                with path.open("wb") as log:
+                    process = subprocess.Popen(self._command, stdout=log, stderr=log)
                 self._until = time.monotonic() + self._timeout_s
-                self._end = weakref.finalize(self, _stop, self._process)
-            return self._process
+                self._end = weakref.finalize(self, _stop, process)
+                self._started = process, path
+            return self._started
 
     def wait(self) -> None:
         """Start it, if it was not, and wait until it answers."""
-        process = self._start()
+        process, log = self._start()
         while process.poll() is None and time.monotonic() < self._until:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=10):
@@ -177,8 +179,8 @@ class StartedServer:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
         self.stop()
-        last = self._log.read_text(errors="replace")[-4000:]
-        raise RuntimeError(f"tllm serve does not answer; the end of {self._log}:\n{last}")
+        last = log.read_text(errors="replace")[-4000:]
+        raise RuntimeError(f"tllm serve does not answer; the end of {log}:\n{last}")
 
 
 def module_name(steering: str) -> str:

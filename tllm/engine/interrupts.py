@@ -48,6 +48,19 @@ class _PatientHandler:
             signal.default_int_handler(number, frame)
         self.pressed = True
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """An interrupt waits for the end of this, or of what it is within."""
+        self.waits += 1
+        try:
+            yield
+        finally:
+            self.waits -= 1
+            pressed = self.pressed and not self.waits
+            self.pressed = self.pressed and not pressed
+        if pressed:
+            raise KeyboardInterrupt
+
 
 _patient: _PatientHandler | None = None
 """The one that is in the place of Python's own; on the main thread only."""
@@ -81,12 +94,5 @@ def uninterrupted() -> Iterator[None]:
     if handler is None or threading.get_ident() != threading.main_thread().ident:
         yield
         return
-    handler.waits += 1
-    try:
+    with handler.waiting():
         yield
-    finally:
-        handler.waits -= 1
-        pressed = handler.pressed and not handler.waits
-        handler.pressed = handler.pressed and not pressed
-    if pressed:
-        raise KeyboardInterrupt
