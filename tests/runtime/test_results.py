@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tllm.client.answers import SharedFolder, decode
-from tllm.ports import Payload, PerToken, RequestInfo, RequestResult
+from tllm.ports import PerToken, RequestInfo, RequestResult
 from tllm.runtime import results as module
 from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.results import PENDING, Results, sendable
@@ -119,23 +119,6 @@ class NeverMadeAgain:
 
     def __reduce__(self):
         return int, ("seven",)
-
-
-class NeverFails(Payload):
-    _travels_safely = True
-
-
-class Fails(NeverFails):
-    def __reduce__(self):
-        return int, ("seven",)
-
-
-def test_only_what_says_so_itself_travels_together_with_others():
-    made = {"a": {"one": NeverFails()}, "b": {"one": NeverFails(), "other": Fails()}, "c": Fails()}
-    sent = sendable(results_of(made).pop(["prompt"], 0))["prompt"][0]
-    assert type(sent["a"]) is dict and type(sent["b"]) is type(sent["c"]) is not dict
-    arrived = pickle.loads(pickle.dumps(sent, protocol=5))
-    assert [arrived[name]["status"] for name in "abc"] == ["ok", "error", "error"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -84,7 +84,6 @@ class Signal(Payload):
     positions: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float32]
     strengths: npt.NDArray[np.float32]
-    _travels_safely = True
 
     @property
     def fired(self) -> npt.NDArray[np.int32]:

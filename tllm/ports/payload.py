@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,6 @@ class Payload:
     of sample 0 where prompt rows are given once, and is cut at the sequence's end. Each method
     returns a new payload; by default, the same one.
     """
-
-    _travels_safely: ClassVar[bool] = False
-    """Of a class itself, and of none that is made of it: to pickle it, and to read it, never
-    raises. Then it travels together with other results, which is several times as fast."""
 
     def joined(self, other: Any) -> Any:
         """This payload together with that of another pipeline stage. A class that leaves this out

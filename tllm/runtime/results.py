@@ -290,8 +290,6 @@ def sendable(found: PromptResults) -> PromptResults:
     made again, is its consumer's error, and no other result's."""
 
     def sent(said: dict[str, Any]) -> Any:
-        if _travels_safely(said["payload"]):
-            return said
         arrays: list[pickle.PickleBuffer] = []
         try:
             body = pickle.dumps(said, protocol=5, buffer_callback=arrays.append)
@@ -306,13 +304,6 @@ def sendable(found: PromptResults) -> PromptResults:
         }
         for prompt_id, samples in found.items()
     }
-
-
-def _travels_safely(payload: Any) -> bool:
-    """Whether a payload, or each of those in a mapping, may be pickled together with others."""
-    if type(payload) is dict:
-        return all(type(name) is str and _travels_safely(each) for name, each in payload.items())
-    return payload is None or bool(vars(type(payload)).get("_travels_safely"))
 
 
 def _error(fault: BaseException, what: str = "") -> dict[str, Any]:

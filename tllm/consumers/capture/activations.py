@@ -192,8 +192,6 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
     the one layer None.
     """
 
-    _travels_safely = True
-
     def __init__(
         self,
         blocks: Sequence[StageRows],
