@@ -726,7 +726,7 @@ def test_the_reference_is_made_from_the_document():
 def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     settings = ServerSettings(consumers=("esamp:beta=0.3",), admin_api_key="secret")
-    arguments, environment = serve.command("MODEL", ["--port", "80"], settings, {})
+    arguments, environment = serve.command("serve", ["MODEL"], ["--port", "80"], settings, {})
     assert arguments[3:5] == ["serve", "MODEL"]
     assert arguments[-2:] == ["--port", "80"]
     assert environment["VLLM_PLUGINS"] == "other,tllm"
@@ -739,7 +739,7 @@ def test_plugins_that_vllm_loads_unnamed_are_loaded_beside_ours(monkeypatch):
     of_vllm = {plugin.name for plugin in entry_points(group="vllm.general_plugins")} - {"tllm"}
     assert of_vllm
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    _, environment = serve.command("MODEL", [], ServerSettings(), {})
+    _, environment = serve.command("serve", ["MODEL"], [], ServerSettings(), {})
     assert {*environment["VLLM_PLUGINS"].split(",")} >= of_vllm | {"tllm"}
 
 
@@ -754,7 +754,7 @@ def test_the_command_runs_here_and_is_listed_without_the_key(tmp_path, monkeypat
     (tmp_path / "served.py").write_text(said)
     monkeypatch.setattr(serve.launch, "module", lambda: "served")
     settings = ServerSettings(admin_api_key="secret")
-    serve.run(*serve.command("MODEL", ["--port", "80"], settings, {}))
+    serve.run(*serve.command("serve", ["MODEL"], ["--port", "80"], settings, {}))
     shown = capsys.readouterr().out.split()
     assert shown[:4] == ["__main__", str(os.getpid()), "serve", "MODEL"]
     assert shown[-3:] == ["--port", "80", "other,tllm"]
@@ -768,13 +768,15 @@ def test_servers_whose_port_the_system_chooses_share_no_folder(given):
     """They shared results, and what their callers have in flight."""
     folders = []
     for _ in range(2):
-        _, environment = serve.command("MODEL", given, ServerSettings(), {})
+        _, environment = serve.command("serve", ["MODEL"], given, ServerSettings(), {})
         folders.append(ServerSettings.model_validate_json(environment[VARIABLE]).captures_folder)
     assert None not in folders and folders[0] != folders[1]
     chosen = ServerSettings(captures_folder=Path("here"))
-    _, environment = serve.command("MODEL", given, chosen, {})
+    _, environment = serve.command("serve", ["MODEL"], given, chosen, {})
     assert ServerSettings.model_validate_json(environment[VARIABLE]) == chosen
-    _, environment = serve.command("MODEL", [*given, "--port", "80"], ServerSettings(), {})
+    _, environment = serve.command(
+        "serve", ["MODEL"], [*given, "--port", "80"], ServerSettings(), {}
+    )
     assert ServerSettings.model_validate_json(environment[VARIABLE]).captures_folder is None
 
 
@@ -873,7 +875,7 @@ def test_an_eager_server_is_known_by_any_word_for_it(monkeypatch, given, eager):
         "engine_arguments",
         lambda of, *more: (seen.append(of), engine_arguments(of, *more))[1],
     )
-    serve.command("MODEL", given, ServerSettings(), {})
+    serve.command("serve", ["MODEL"], given, ServerSettings(), {})
     assert seen == [{"enforce_eager": eager}]
 
 
@@ -944,7 +946,7 @@ def test_the_examples_for_production_are_commands_that_vllm_takes(example, monke
 )
 def test_flags_that_are_ours_are_refused(flag):
     with pytest.raises(ValueError, match="tllm serve gives it itself"):
-        serve.command("MODEL", [flag], ServerSettings(), {})
+        serve.command("serve", ["MODEL"], [flag], ServerSettings(), {})
 
 
 @pytest.mark.parametrize(
@@ -970,7 +972,7 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(monkeypatch, tmp_path, text,
         (["--no-enforce-eager", "--port", "8000"], (False, False)),  # the command line counts
     ):
         given = ["--config", str(path), *more]
-        _, environment = serve.command("MODEL", given, ServerSettings(), {})
+        _, environment = serve.command("serve", ["MODEL"], given, ServerSettings(), {})
         settings = ServerSettings.model_validate_json(environment[VARIABLE])
         assert (seen.pop()["enforce_eager"], settings.captures_folder is not None) == expected
 
@@ -991,7 +993,7 @@ def test_a_file_that_says_what_is_ours_or_nothing_is_refused(tmp_path, text, sen
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=sentence):
-        serve.command("MODEL", ["--config", str(path)], ServerSettings(), {})
+        serve.command("serve", ["MODEL"], ["--config", str(path)], ServerSettings(), {})
 
 
 @pytest.mark.parametrize(
@@ -1035,7 +1037,7 @@ def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):
         (["--config", str(tmp_path / "serve.json")], "--config '.*serve.json': Config file must"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            serve.command("MODEL", given, ServerSettings(), {})
+            serve.command("serve", ["MODEL"], given, ServerSettings(), {})
 
 
 def test_a_module_in_json_has_all_that_a_registered_one_may_have(tmp_path):

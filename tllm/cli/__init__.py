@@ -164,7 +164,7 @@ def serve(
         )
         options = _options_of_engine(engine_arg, hook_points)
         own = _own_options(context)
-        command = serving.command(model, context.args, settings, options, own)
+        command = serving.command("serve", [model], context.args, settings, options, own)
     except ValueError as error:
         _refuse(error)
     if dry_run:
@@ -213,8 +213,9 @@ def run_batch(
                 }
             )
             options = _options_of_engine(engine_arg, hook_points)
-            files, own = (str(input_file), output_file), _own_options(context)
-            command = serving.batch_command(model, files, context.args, settings, options, own)
+            files, own = ["-i", str(input_file), "-o", output_file], _own_options(context)
+            given = ["--model", model, *files]
+            command = serving.command("run-batch", given, context.args, settings, options, own)
         except ValueError as error:
             _refuse(error)
         if dry_run:

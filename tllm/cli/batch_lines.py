@@ -37,5 +37,5 @@ def _check_line(place: str, line: str) -> None:
             f"{place} is no request; give an object with custom_id, method, url and body"
         )
     url = given.get("url")
-    if url != _READ and (refused := refusal(str(url), body, f"a batch reads it at {_READ}")):
+    if url != _READ and (refused := refusal(str(url), body, lambda: f"use {_READ}")):
         raise ValueError(f"{place}: {refused[0]}")

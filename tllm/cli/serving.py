@@ -69,44 +69,30 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
 
 
 def command(
-    model: str,
+    name: str,
+    given: Sequence[str],
     more: Sequence[str],
     settings: ServerSettings,
     options: dict[str, Any],
     own: Collection[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line of `vllm serve`, and what its environment has beside ours.
+    """The command line of a command of vLLM's, and what its environment has beside ours.
 
     Args:
-        more: further arguments of `vllm serve`.
+        name: `serve` or `run-batch`.
+        given: its arguments of which our command has its own, such as the model.
+        more: its further arguments.
         options: fields of `EngineOptions` that were given.
-        own: options of `tllm serve` itself, such as `--consumer` and `--no-allow-capture`.
+        own: options of our command itself, such as `--consumer` and `--no-allow-capture`.
     """
-    read = _read_by_vllm("serve", more, own, _GIVEN)
+    read = _read_by_vllm(name, more, own, [*_GIVEN, *filter(_flag_of, given)])
     if settings.captures_folder is None and _any_port(read):
         settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
     engine = _engine(read, settings, options)
-    arguments = [sys.executable, *launch.command("serve"), model, *engine, *more]
-    return arguments, _environment(settings)
-
-
-def batch_command(
-    model: str,
-    files: tuple[str, str],
-    more: Sequence[str],
-    settings: ServerSettings,
-    options: dict[str, Any],
-    own: Collection[str] = (),
-) -> tuple[list[str], dict[str, str]]:
-    """The same of `vllm run-batch`.
-
-    Args:
-        files: paths of its input and its output.
-    """
-    read = _read_by_vllm("run-batch", more, own, (*_GIVEN, "--model"))
-    engine = _engine(read, settings, options)
-    arguments = ["--model", model, "-i", files[0], "-o", files[1], *engine, *more]
-    return [sys.executable, *launch.command("run-batch"), *arguments], _environment(settings)
+    return [sys.executable, *launch.command(name), *given, *engine, *more], {
+        _PLUGINS: ",".join(_allowed_plugins()),
+        VARIABLE: settings.model_dump_json(exclude_defaults=True),
+    }
 
 
 def _read_by_vllm(
@@ -141,13 +127,6 @@ def _engine(read: Sequence[str], settings: ServerSettings, options: dict[str, An
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
     values = (engine["worker_cls"], engine["scheduler_cls"], json.dumps(config))
     return list(chain.from_iterable(zip(_GIVEN, values, strict=True)))
-
-
-def _environment(settings: ServerSettings) -> dict[str, str]:
-    return {
-        _PLUGINS: ",".join(_allowed_plugins()),
-        VARIABLE: settings.model_dump_json(exclude_defaults=True),
-    }
 
 
 def _allowed_plugins() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -52,7 +53,7 @@ class CheckedBodies:
         ours = path.startswith(_OUR_ROUTES) or path in _READ_BY
         body = b"" if ours else b"".join(message.get("body", b"") for message in messages)
         given = _form(body) if _is_form(scope) else _json(body)
-        if refused := refusal(path, given, _instead(scope.get("app"))):
+        if refused := refusal(path, given, lambda: _instead(scope.get("app"))):
             await _error(400, *refused)(scope, receive, send)
             return
 
@@ -62,15 +63,15 @@ class CheckedBodies:
         await self._app(scope, again, send)
 
 
-def refusal(path: str, given: dict[str, Any], instead: str) -> tuple[str, str] | None:
+def refusal(path: str, given: dict[str, Any], instead: Callable[[], str]) -> tuple[str, str] | None:
     """Why a body is refused at a path that reads none of our fields, and the field; None for one
     that asks for nothing of ours.
 
     Args:
-        instead: what to do.
+        instead: says what to do.
     """
     if named := _in_json(given):
-        return f"{named[0]} was given, but {path} does not read it; {instead}", named[0]
+        return f"{named[0]} was given, but {path} does not read it; {instead()}", named[0]
     for place, inside in _handed_on(given):
         if refused := refusal_of_own(place, inside):
             return refused, place

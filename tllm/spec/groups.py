@@ -231,10 +231,10 @@ class SteeringGroup:
         Args:
             what: has them, for the message.
         """
-        counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
         groups = [*groups]
         if len(groups) == 1 and groups[0].acts_once:
             return
+        counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
         for group in groups:
             for hook, layer, _, done in group.operations:
                 counts["operations"][hook, layer] += 1
