@@ -190,7 +190,10 @@ def test_threads_that_bring_rows_do_nothing_for_each_of_them_in_a_step(llm, case
         return {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
 
     few, many = of_a_step(FEW), of_a_step(MANY)
-    assert many == few
+    more = {name: many[name] - few.get(name, 0) for name in many}
+    # Ends of requests share a job as far as they come before it begins, which varies. What is done
+    # for each row would be done MANY - FEW times more.
+    assert max(more.values()) < 1, more
     assert sum(many.values()) <= 12, many
 
 
