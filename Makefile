@@ -12,12 +12,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # What compiles comes before what is interpreted.
 V2_TESTS := tests/engine/test_compiled_norms.py tests/engine tests/runtime tests/esamp \
-  tests/consumers tests/fuzz tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
+  tests/consumers tests/fuzz tests/logprobs/test_engines.py tests/logprobs/test_lanes.py tests/oracle
 # Neither starts an engine or runs a kernel.
 V2_TESTS += $(addprefix --ignore=tests/runtime/test_,answers.py benchmark_peers.py)
-V1_ENGINE_TESTS := tests/engine tests/fuzz tests/doc
-# Five processes for two cores: two at a time, in this order.
-PASSES := test-v1 test-v2 test-v1-engine test-v1-oracle test-v2-oracle
+V1_ENGINE_TESTS := tests/engine tests/fuzz
+# Two at a time, in this order: the first takes as long as the two others. Each process imports vLLM
+# once, and once more for those that it forks.
+PASSES := test-v1 test-v2 test-v1-engine
 
 # Containers often set it; then each process compiles all of vLLM that it imports, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,23 +42,17 @@ demo: $(STAMP)
 test $(PASSES): export VLLM_LOGGING_LEVEL ?= WARNING
 
 # Side by side: vLLM's V1 runner, and its V2 runner with every Triton kernel interpreted.
-test: lint
-	$(MAKE) --no-print-directory -j2 -Otarget $(PASSES)
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 -Otarget lint $(PASSES)
 
 test-v1: $(STAMP)
-	$(BIN)/python -m pytest -q $(addprefix --ignore=,tests/oracle $(V1_ENGINE_TESTS))
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(V1_ENGINE_TESTS))
 
 test-v1-engine: $(STAMP)
 	$(BIN)/python -m pytest -q $(V1_ENGINE_TESTS)
 
-test-v1-oracle: $(STAMP)
-	$(BIN)/python -m pytest -q tests/oracle
-
 test-v2: $(STAMP)
 	TLLM_TEST_RUNNER=v2 $(BIN)/python -m pytest -q $(V2_TESTS)
-
-test-v2-oracle: $(STAMP)
-	TLLM_TEST_RUNNER=v2 $(BIN)/python -m pytest -q tests/oracle
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from child_process import TLLM, run_command
+from child_process import python_path, run_command
+from server import serving
 
 _SCRIPT = """
 import sys
@@ -39,5 +40,6 @@ def test_help_loads_neither_vllm_nor_torch():
 
 def test_serve_has_the_help_of_vllms_own_options_too(tmp_path):
     asked = "serve", "--help=max-model-len"
-    status, ours = run_command(TLLM, *asked, log=tmp_path / "log", environment={})
+    log = tmp_path / "log"
+    status, ours = run_command(serving.__file__, *asked, log=log, environment=python_path())
     assert status == 0 and "--max-model-len" in ours and "--max-num-seqs" not in ours

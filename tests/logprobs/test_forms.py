@@ -158,7 +158,7 @@ def test_a_model_in_other_processes_says_where_it_is(lm, reference):
         _ = lm.underlying_model
 
 
-def test_an_engine_that_exists_is_asked_and_left_as_it_was(reference):
+def test_an_engine_that_exists_is_asked_and_left_as_it_was(reference, forked_processes):
     asked = prompts(5, seed=51)
     expected = reference.batch_next_token_logprobs_sync(asked)
 

@@ -273,4 +273,5 @@ def run(arguments: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     setproctitle(shlex.join(arguments))  # lists of processes show no option of ours, such as a key
     _, _, module, *sys.argv[1:] = arguments
+    sys.modules.pop(module, None)  # it would be warned of
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -3,7 +3,6 @@ them at a time."""
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -20,6 +19,9 @@ class VllmCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for argument in args:
             if argument.startswith(_ASKED) and not ctx.resilient_parsing:
+                from tllm.cli import serving
+
                 command = [sys.executable, *launch.command(str(ctx.info_name)), argument]
-                os.execv(sys.executable, command)
+                serving.run(command, {})
+                ctx.exit()
         return super().parse_args(ctx, args)
