@@ -299,10 +299,20 @@ class Replica:
             del self.consumers[name]
             self.registered.put(f"consumer:{name}", None)
 
+    def registered_consumers(self):
+        return dict(self.consumers)
+
+
+def fronts_of_two_replicas():
+    fronts = [Client().registered for _ in "ab"]
+    for front in fronts:
+        front.replicas = 2
+    return fronts
+
 
 def test_replicas_have_one_consumer_though_two_front_ends_register_it_at_one_moment():
     """Each of them asks the replicas at once, and these hear of both in different orders."""
-    replicas, fronts = (Replica(), Replica()), [Client().registered for _ in "ab"]
+    replicas, fronts = (Replica(), Replica()), fronts_of_two_replicas()
     steps = [front.add(LoggingConsumer(), False) for front in fronts]
     calls = [next(each) for each in steps]
     in_order = [[replicas[0].register(*call.args) for call in calls]]
@@ -323,6 +333,23 @@ def test_replicas_have_one_consumer_though_two_front_ends_register_it_at_one_mom
     assert [added[each] for each in steps] == [True, False]
     known = [front.ids for front in fronts]
     assert known[0] == known[1] == replicas[0].consumers == replicas[1].consumers
+
+
+def test_a_front_end_does_not_ask_a_replica_for_a_consumer_that_is_not_there_yet():
+    """What another front end registers reaches each replica in its own time."""
+    replicas, (first, second) = (Replica(), Replica()), fronts_of_two_replicas()
+    register = next(first.add(LoggingConsumer(), False))
+    assert replicas[0].register(*register.args)
+    steps = second._fetch()
+    call = next(steps)
+    for _ in range(3):
+        while not isinstance(call, Pause):
+            call = steps.send([getattr(each, call.method)(*call.args) for each in replicas])
+        assert not second.consumers
+        call = steps.send(None)
+    assert replicas[1].register(*register.args)
+    assert over(steps, [getattr(each, call.method)(*call.args) for each in replicas])
+    assert second.ids == replicas[0].consumers
 
 
 class SecondFront:

@@ -212,10 +212,31 @@ class TestRegistration:
             outputs |= {output.request_id: output for output in llm.llm_engine.step()}
         result = outputs["a"].outputs[0].consumer_results["probe"]
         assert result.status == "partial_error"
-        assert "unregistered and registered anew while the request ran" in result.error
+        assert "registered anew, so that rows before that are missing" in result.error
         assert 0 < len(result.payload.positions) < 12
         (after,) = generate(llm, prompts_of([5]), greedy(8, **named))
         assert after.outputs[0].consumer_results["probe"].status == "ok"
+
+    def test_a_consumer_that_comes_after_a_request_began_says_that_rows_before_are_missing(
+        self, llm
+    ):
+        """As in a replica that another front end's registration has not reached yet."""
+        asked = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}}
+        generate(llm, prompts_of([5]), greedy(2, **asked))
+        session = llm.llm_engine.model_executor.driver_worker.worker.session
+        memory = session.consumers.get("memory")
+        start(llm, "a", prompts_of([5])[0], greedy(8, **asked))
+        session.unregister("memory")
+        for _ in range(3):
+            llm.llm_engine.step()
+        session.consumers.register(type(memory.consumer)(), memory.registration)
+        outputs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        result = outputs["a"].outputs[0].consumer_results["memory"]
+        assert result.status == "partial_error"
+        assert "rows before that are missing" in result.error
+        assert 0 < len(result.payload["post_block"][1].positions) < 12
 
     def test_a_consumer_without_results_that_came_anew_says_so_to_who_asked_for_it(self, llm):
         class Silent(Recorder):
@@ -255,7 +276,11 @@ class TestRegistration:
         outputs = ended(llm)
         result = outputs["asked"].outputs[0].consumer_results["numbered"]
         assert (result.status, result.payload) == ("partial_error", (20, 7))
-        told = "anew while the request ran" if steps else "another registered under its id, before"
+        told = (
+            "while the request ran the consumer was registered"
+            if steps
+            else "another registered under its id, before"
+        )
         assert told in result.error
         unasked = outputs["unasked"].outputs[0].consumer_results["numbered"]
         assert unasked.status == "partial_error" if steps else "ok"

@@ -53,6 +53,7 @@ def answer_of(server, name):
     ]
     texts = ["".join(each[0] for each in said)] if asked.get("stream") else said
     results = {**events[-1].get("capture_results", {}), **events[-1].get("consumer_results", {})}
+    assert {each["status"] for each in results.values()} <= {"ok"}, results
     return texts, tensors_of(server, {key: each["payload"] for key, each in results.items()})
 
 

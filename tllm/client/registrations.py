@@ -35,8 +35,8 @@ BUILT_IN: Mapping[str, type[MemoryConsumer | SignalsConsumer]] = {
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 
-_UNTIL_WITHDRAWN_S, _TRIES = 0.05, 200
-"""How long, and how often, a front end waits for another one to take its consumer back."""
+_UNTIL_EVERYWHERE_S, _TRIES = 0.05, 200
+"""How long, and how often, a front end waits for replicas to do what another one asked of them."""
 
 
 class Registrations:
@@ -180,6 +180,8 @@ class Registrations:
     def _fetch(self) -> Steps[None]:
         answers = yield WorkerCall("registered_since", (self._version,))
         version, entries, whole = answers[0]
+        if self.replicas > 1 and (news := [key for key in entries if key.startswith(_CONSUMER)]):
+            yield from self._until_everywhere([key[len(_CONSUMER) :] for key in news])
         if whole:  # what steers may be among what was removed, and weights may be others
             self._steering_version = version
             gone = self._versions.keys() - entries.keys()
@@ -187,6 +189,19 @@ class Registrations:
         for key, (changed, value) in entries.items():
             self._learn(key, changed, value)
         self._version = version
+
+    def _until_everywhere(self, names: Sequence[str]) -> Steps[None]:
+        """Wait until other replicas have the consumers that the first one has: what another front
+        end asks reaches each of them in its own time, and a request must not be faster."""
+        for _ in range(_TRIES):
+            there = yield WorkerCall("registered_consumers")
+            if all(each.get(name) == there[0].get(name) for each in there for name in names):
+                return
+            yield Pause(_UNTIL_EVERYWHERE_S)
+        raise RuntimeError(
+            f"consumers {', '.join(map(repr, names))} are in some replicas only; unregister them, "
+            "and register them again"
+        )
 
     def _learn(self, key: str, changed: int, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
@@ -265,7 +280,7 @@ class Registrations:
         for _ in range(_TRIES):
             if all(added):
                 return True
-            yield Pause(_UNTIL_WITHDRAWN_S)
+            yield Pause(_UNTIL_EVERYWHERE_S)
             again = yield WorkerCall("register", (name, payload))
             added = [before or now for before, now in zip(added, again, strict=True)]
         raise RuntimeError(

@@ -100,6 +100,10 @@ class WorkerCalls:
         self._registered.put(f"consumer:{consumer_id}", payload)
         return True
 
+    def registered_consumers(self) -> dict[str, str]:
+        """The registrations of the consumers that are here, by id."""
+        return dict(self._consumers)
+
     def unregister(self, consumer_id: str | None) -> None:
         self._session.unregister(consumer_id)
         for name in sorted(self._consumers) if consumer_id is None else [consumer_id]:

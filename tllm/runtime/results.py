@@ -28,8 +28,8 @@ _MAX_KEPT = 65536
 _MAX_GIVEN_UP = 4096
 
 _CAME_ANEW = (
-    "the consumer was unregistered and registered anew while the request ran, so that rows before "
-    "that are missing; register another under an id of its own"
+    "while the request ran the consumer was registered, or unregistered and registered anew, so "
+    "that rows before that are missing; ask again, and register another under an id of its own"
 )
 
 _REPLACED = (

@@ -104,6 +104,7 @@ class RunningSequences:
             head_adapter=head_adapter,
         )
         self.slots.add_sequence(sequence)
+        self._note_absent(sequence)
         if spec.acted:
             tokens = prompt_token_ids or ()
             self._controllers.start(sequence, spec.steered_from(prompt_len, tokens))
@@ -182,6 +183,7 @@ class RunningSequences:
         slot, owners = sequence.info.slot, list(self._consumers)
         served = {o: o.info(sequence).options for o in owners if o.serves(sequence)}
         sequence.consumers = consumers
+        self._note_absent(sequence)
         for owner in owners:
             owner.forget(slot)
             self._consumers.ask(sequence, owner)
@@ -192,6 +194,12 @@ class RunningSequences:
                 sequence.let_go.pop(owner.id, None)
         self._assignments.assign(sequence)
         self._consumers.introduce(sequence, [owner for owner in owners if owner not in served])
+
+    def _note_absent(self, sequence: RunningSequence) -> None:
+        """Consumers that it names and that are not here may come: rows until then are missing."""
+        for name in sequence.consumers.keys() - self._consumers.by_id.keys():
+            if sequence.uses(name):
+                sequence.left.add(name)
 
     def finish(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
         """The engine let go of a sequence, whatever ended it.
