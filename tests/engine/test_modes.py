@@ -195,7 +195,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         cwd=Path(modes.__file__).parents[2],
         timeout=270,
         attempts=2,
-        forks=mode.startswith("two"),  # the engine process is spawned, as anybody's
+        forks=True,
     )
     check(torch.load(output, weights_only=False), mode, reference)
 

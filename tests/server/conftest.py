@@ -1,7 +1,7 @@
 """One server for all tests: `tllm serve` of the demo model, in processes of its own.
 
 All of them are forked, and import nothing; `test_inspect.py` starts one with the command, as a user
-does, and the first process of one that is started by hand is vLLM's command.
+does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import socket
 import sys
 import time
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -140,20 +141,18 @@ class Server:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }
-        if by_hand:
-            forking = Path(__file__).parent / "forking"
-            environment["PYTHONPATH"] = f"{forking}{os.pathsep}{environment['PYTHONPATH']}"
         if plain or by_hand:
             environment["VLLM_PLUGINS"] = "tllm" if by_hand else ""
         if by_hand:
             consumers = [given for flag, given in pairwise(ours) if flag == "--consumer"]
             settings = ServerSettings(admin_api_key=KEY, consumers=tuple(consumers))
             environment[VARIABLE] = settings.model_dump_json()
-        if plain or by_hand:
+        if plain:
             command = [sys.executable, "-m", launch.module(), *command]
             self.process = CommandProcess(command, environment, self.log)
         else:
-            self.process = ScriptProcess(_TLLM, command, environment, self.log, forks=True)
+            script = find_spec(launch.module()).origin if by_hand else _TLLM
+            self.process = ScriptProcess(script, command, environment, self.log, forks=True)
         self.process.start()
 
     def wait(self) -> None:
