@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import types
 from functools import cache
@@ -24,7 +25,9 @@ def prepare() -> None:
     from tllm import LLM  # noqa: F401
     from tllm.engine import seams, versions
 
+    level = logging.root.level
     seams.lacking(versions.NEWEST)  # imports all of vLLM that ours is attached to
+    logging.root.setLevel(level)  # a library of its server has set it to ERROR
     registry._run_in_subprocess = lambda look: look()
     platform = type(current_platform)
     if register := getattr(platform, "register_triton_kernel_overrides", None):  # not in vLLM 0.30

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import vllm
 from vllm.v1.core.sched.interface import PauseState
 
 from benchmarks.driven_lanes import DrivenLanes
@@ -14,11 +15,19 @@ from engine.reference import VOCAB
 from tllm import SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
+from tllm.engine.turns import Turns
 from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.spec.request import RowsRead
 from tllm.spec.selection import Selection
 
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
+
+
+keeps_streams = pytest.mark.skipif(
+    vllm.__version__.startswith("0.30."),
+    reason="vLLM 0.30 gives up a streamed request that is preempted while its token is computed, "
+    "which its lane hears as an error",
+)
 
 
 class Walk:
@@ -73,8 +82,8 @@ def walk_in(engine, reference):
 
 @pytest.fixture
 def walk(llm, reference):
-    if RUNNER == "v1" and llm.llm_engine.engine_core.engine_core.async_scheduling:
-        pytest.skip("an engine of the V1 runner that schedules ahead begins turns anew")  # on a GPU
+    if not Turns.offered(llm.llm_engine.engine_core.engine_core.scheduler):
+        pytest.skip("vLLM's V1 runner that schedules ahead begins turns anew, and all before 0.32")
     yield from walk_in(llm, reference)
 
 
@@ -288,6 +297,7 @@ def preempted_while_its_token_is_computed(walk):
     return outputs
 
 
+@keeps_streams
 def test_a_lane_that_is_preempted_while_its_token_is_computed_keeps_its_tokens(tight_walk):
     preempted_while_its_token_is_computed(tight_walk)
     tight_walk.lanes.run()
@@ -295,6 +305,7 @@ def test_a_lane_that_is_preempted_while_its_token_is_computed_keeps_its_tokens(t
     tight_walk.turn("lane")
 
 
+@keeps_streams
 def test_a_pause_that_waits_does_so_beside_a_lane_that_was_preempted(tight_walk, reference):
     """vLLM counts what still runs, less the streamed requests that wait for an input."""
     walk, scheduler = tight_walk, tight_walk.lanes.core.scheduler

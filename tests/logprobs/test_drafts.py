@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from engine.drafting import skip_without_drafts
 
 from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, VOCAB, agrees, gathered, greedy, left_in
 from logprobs.test_random_walks import Walk, is_right
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def drafting():
+    skip_without_drafts()
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     more = {"num_gpu_blocks_override": 32, "speculative_config": drafts, "async_scheduling": False}

@@ -7,11 +7,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import vllm
 
 from .survey import DOCUMENT, Finding, document, examined, kept
 
 #: One of each kind of block, or router, that the other tests of the oracle have not.
 FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2", "hunyuan_v1_moe")
+if vllm.__version__.startswith("0.30."):  # it computes gpt_oss on a CPU in bfloat16 alone
+    FAST = FAST[1:]
 
 
 @pytest.mark.skipif(
@@ -65,5 +68,8 @@ def test_document_says_what_was_found_and_where() -> None:
     assert {said[f"{name}ForCausalLM"] for name in at_load} == {"looked at when it is loaded"}
 
 
+@pytest.mark.skipif(
+    not vllm.__version__.startswith("0.32."), reason="the page lists the architectures of vLLM 0.32"
+)
 def test_page_is_what_was_found() -> None:
     assert DOCUMENT.read_text() == document(kept()), "python -m tests.oracle.survey --write"

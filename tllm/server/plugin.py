@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -37,9 +38,15 @@ class InterventionPlugin:
 
     def attach_router(self, app: Any) -> None:
         """Called by vLLM when the app is built."""
+        # A library that vLLM's server imports sets the root's level to ERROR.
+        ours = logging.getLogger("tllm")
+        if ours.level == logging.NOTSET:
+            ours.setLevel(logging.WARNING)
         app.include_router(router)
         app.include_router(page_router)
-        app.add_api_route("/metrics", metrics, include_in_schema=False)  # in the place of vLLM's
+        app.add_api_route("/metrics", metrics, include_in_schema=False)
+        routes = app.router.routes
+        routes.insert(0, routes.pop())  # before vLLM's, which it is in the place of
         add_fields(app)
         app.add_middleware(CheckedBodies, max_mib=ServerSettings.from_environment().max_body_mib)
 
