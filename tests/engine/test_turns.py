@@ -80,10 +80,14 @@ def walk_in(engine, reference):
     assert not engine.intervention_stats()[0]["running_sequences"]
 
 
-@pytest.fixture
-def walk(llm, reference):
+def skip_without_turns(llm):
     if not Turns.offered(llm.llm_engine.engine_core.engine_core.scheduler):
         pytest.skip("vLLM's V1 runner that schedules ahead begins turns anew, and all before 0.32")
+
+
+@pytest.fixture
+def walk(llm, reference):
+    skip_without_turns(llm)
     yield from walk_in(llm, reference)
 
 
@@ -257,7 +261,8 @@ def test_a_lane_that_needs_a_block_takes_it_from_one_that_runs(walk):
 
 
 @pytest.mark.skipif(RUNNER != "v2", reason="vLLM's V1 runner keeps drawn tokens on the device then")
-def test_an_engine_that_schedules_ahead_has_turns_too(tight_walk):
+def test_an_engine_that_schedules_ahead_has_turns_too(tight_walk, tight_llm):
+    skip_without_turns(tight_llm)
     names = [f"lane-{number}" for number in range(2)]
     for number, name in enumerate(names):
         tight_walk.open(name, prompt(28 + number, number))
