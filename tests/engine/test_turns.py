@@ -82,7 +82,7 @@ def walk_in(engine, reference):
 
 def skip_without_turns(llm):
     if not Turns.offered(llm.llm_engine.engine_core.engine_core.scheduler):
-        pytest.skip("vLLM's V1 runner that schedules ahead begins turns anew, and all before 0.32")
+        pytest.skip("vLLM's V1 runner that schedules ahead begins turns anew, and all before 0.31")
 
 
 @pytest.fixture

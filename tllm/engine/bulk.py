@@ -74,7 +74,6 @@ uses(
     "vllm.v1.request.Request",
     "status client_index num_stale_output_tokens",
     _COMPUTED,
-    since="0.32",
 )
 uses("vllm.v1.outputs.ModelRunnerOutput", "req_ids sampled_token_ids", _COMPUTED)
 uses("vllm.v1.engine.EngineCoreOutputs", "outputs", "ends of many requests are one output")

@@ -20,7 +20,6 @@ uses(
     "vllm.config.CacheConfig",
     "kv_cache_size_tokens",
     "requests that wait leave room in the KV cache of layers with several windows",
-    since="0.32",
 )
 uses(
     "vllm.config.SchedulerConfig",

@@ -11,7 +11,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tllm.engine.async_front import ADMITTED, GENERATED
@@ -21,44 +20,43 @@ from tllm.spec.request import EXTRA_ARG
 
 _OPENAI = "vllm.entrypoints.openai"
 _FOR = "fields of requests over HTTP, and results in the responses"
-_uses = partial(uses, since="0.32")  # servers have no plugins before
 for _handler, _create in (
     (f"{_OPENAI}.completion.serving.OpenAIServingCompletion", "create_completion"),
     (f"{_OPENAI}.chat_completion.serving.OpenAIServingChat", "create_chat_completion"),
     (f"{_OPENAI}.responses.serving.OpenAIServingResponses", "create_responses"),
 ):
-    _uses(_handler, _create, _FOR, takes="request raw_request")
-    _uses(_handler, "engine_client", "outputs are noted for the response")
-    _uses(
+    uses(_handler, _create, _FOR, takes="request raw_request")
+    uses(_handler, "engine_client", "outputs are noted for the response")
+    uses(
         _handler,
         "_is_model_supported",
         "models that are named together with a steering module",
         takes="model_name",
     )
-    _uses(_handler, "models", "adapters that are named together with a module")
-    _uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for")
-    _uses(_handler, "create_error_response", _FOR, takes="message err_type param")
-_uses(
+    uses(_handler, "models", "adapters that are named together with a module")
+    uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for")
+    uses(_handler, "create_error_response", _FOR, takes="message err_type param")
+uses(
     "vllm.entrypoints.pooling.base.serving.PoolingBaseServing",
     "engine_client",
     "pooled outputs are checked before they make a response",
 )
-_uses(
+uses(
     "vllm.renderers.inputs.preprocess.PromptComponents",
     "token_ids embeds",
     "how many rows a prompt asks for",
 )
-_uses(
+uses(
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin",
     "beam_search",
     "each step of a beam is a request, called after the beam",
 )
-_uses(
+uses(
     "vllm.plugins.endpoint_plugins.interface.EndpointPlugin",
     "attach_router init_state",
     "routes and fields of the API server",
 )
-_uses(
+uses(
     "vllm.entrypoints.serve.engine.protocol",
     "ErrorResponse OpenAIBaseModel",
     "responses that are errors have no results",
@@ -68,20 +66,20 @@ for _request in (
     f"{_OPENAI}.chat_completion.protocol.ChatCompletionRequest",
     f"{_OPENAI}.responses.protocol.ResponsesRequest",
 ):
-    _uses(_request, "vllm_xargs to_sampling_params", "how fields reach the engine")
-_uses(
+    uses(_request, "vllm_xargs to_sampling_params", "how fields reach the engine")
+uses(
     f"{_OPENAI}.responses.protocol.ResponsesRequest",
     "background",
     "answers that are fetched later have no results",
 )
-_uses(
+uses(
     f"{_OPENAI}.models.serving.OpenAIServingModels",
     "is_base_model base_model_paths lora_requests",
     "the adapter that a sweep names, or a model's name that has a steering module's in it",
 )
 
 
-_uses(
+uses(
     f"{_OPENAI}.responses.serving.OpenAIServingResponses",
     "background_tasks retrieve_responses",
     "what came of an answer that is fetched later, and when it is done",
@@ -340,7 +338,7 @@ class CheckedEngine:
             yield output
 
 
-_uses(
+uses(
     "vllm.v1.metrics.prometheus",
     "get_prometheus_registry",
     "our metrics stand beside vLLM's",

@@ -11,12 +11,12 @@ from vllm.v1.engine.core_client import InprocClient
 from tllm.engine.seams import uses
 
 _ENDS_ALONE = "an engine in the user's process ends, and others beside it go on"
-uses("vllm.v1.engine.core_client.InprocClient", "_finalizer engine_core", _ENDS_ALONE, since="0.32")
+uses("vllm.v1.engine.core_client.InprocClient", "engine_core", _ENDS_ALONE)
+uses("vllm.v1.engine.core_client.InprocClient", "_finalizer", _ENDS_ALONE, since="0.31")
 uses(
     "vllm.v1.engine.core.EngineCore",
     "shutdown structured_output_manager model_executor scheduler",
     _ENDS_ALONE,
-    since="0.32",
 )
 
 _CORES: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -28,7 +28,7 @@ def let_others_live(client: InprocClient) -> None:
     one takes along the process groups of all, and may come in the middle of another's step, when
     Python collects garbage."""
     finalizer = vars(client).get("_finalizer")
-    if finalizer is None:  # before 0.32 nothing ends with the client
+    if finalizer is None:  # before 0.31 nothing ends with the client
         return
     finalizer.detach()
     core = client.engine_core

@@ -11,7 +11,7 @@ from tllm.spec.request import EXTRA_ARG
 
 _LOGGER = "vllm.entrypoints.serve.utils.request_logger.RequestLogger"
 _FOR = "keys of conversations are secrets, and not logged"
-uses("vllm.entrypoints.serve.engine.serving.BaseServing", "request_logger", _FOR, since="0.32")
+uses("vllm.entrypoints.serve.engine.serving.BaseServing", "request_logger", _FOR)
 
 _FIELD = "conversation"
 _HIDDEN = "***"
@@ -37,7 +37,7 @@ class KeylessLogger:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)
 
-    @overrides(f"{_LOGGER}.log_request_body", _FOR, takes="request", since="0.32")
+    @overrides(f"{_LOGGER}.log_request_body", _FOR, takes="request", since="0.31")
     def log_request_body(self, request: Any) -> None:
         """As vLLM's."""
         fields = {
@@ -47,7 +47,7 @@ class KeylessLogger:
         told = {name: value for name, value in fields.items() if name in request.model_fields_set}
         self._theirs.log_request_body(request.model_copy(update=told))
 
-    @overrides(f"{_LOGGER}.log_inputs", _FOR, takes="params", since="0.32")
+    @overrides(f"{_LOGGER}.log_inputs", _FOR, takes="params")
     def log_inputs(self, *args: Any, params: Any, **kwargs: Any) -> None:
         if getattr(params, "extra_args", None):
             params = copy.copy(params)

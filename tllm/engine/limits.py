@@ -51,7 +51,6 @@ uses(
     "vllm.config.ParallelConfig",
     "enable_batch_sharded_sampling",
     "sampling where a rank has the logits of some sequences only is refused",
-    since="0.32",
 )
 
 

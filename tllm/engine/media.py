@@ -18,8 +18,8 @@ uses(
 )
 uses("vllm.v1.engine.EngineCoreRequest", "mm_features", _IMAGE)
 _EMBEDDED = "what stands among tokens in the place of an embedding is none of them"
-uses("vllm.v1.request.Request", "prompt_is_token_ids", _EMBEDDED, since="0.32")
-uses("vllm.v1.core.sched.output.NewRequestData", "prompt_is_token_ids", _EMBEDDED, since="0.32")
+uses("vllm.v1.request.Request", "prompt_is_token_ids", _EMBEDDED)
+uses("vllm.v1.core.sched.output.NewRequestData", "prompt_is_token_ids", _EMBEDDED)
 
 
 def media_of_request(request: Any) -> PromptMedia:

@@ -18,7 +18,6 @@ uses(
     "vllm.v1.engine.input_processor.InputProcessor",
     "process_inputs_async",
     _PROCESSED,
-    since="0.32",
 )
 
 Check: TypeAlias = Callable[[Any], object]

@@ -13,14 +13,13 @@ from tllm.engine.seams import uses
 
 _BATCH = "vllm.entrypoints.launchers.run_batch"
 _FOR = "interventions in files of requests"
-_SINCE = "0.32"  # servers have no plugins before
 
-uses(_BATCH, "parse_args main", _FOR, since=_SINCE)
+uses(_BATCH, "parse_args main", _FOR)
 # Replaced in this command alone.
 _PREPARED = "engine_client state args supported_tasks"
-uses(_BATCH, "init_app_state", _FOR, takes=_PREPARED, since=_SINCE)
-uses(_BATCH, "run_batch", _FOR, takes="engine_client args", since=_SINCE)
-uses("vllm.plugins", "load_endpoint_plugins", _FOR, takes="supported_tasks", since=_SINCE)
+uses(_BATCH, "init_app_state", _FOR, takes=_PREPARED)
+uses(_BATCH, "run_batch", _FOR, takes="engine_client args")
+uses("vllm.plugins", "load_endpoint_plugins", _FOR, takes="supported_tasks")
 
 
 def main() -> None:

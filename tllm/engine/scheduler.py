@@ -33,6 +33,7 @@ else:
 
 logger = init_logger(__name__)
 
+_LOST = "streamed requests that vLLM has taken out of its queues"
 
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
@@ -46,10 +47,10 @@ uses(
 )
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
-    "_enqueue_waiting_request kv_holding_waiting connector running use_pp scheduler_config",
-    "streamed requests that vLLM has taken out of its queues",
-    since="0.32",
+    "_enqueue_waiting_request connector running use_pp scheduler_config",
+    _LOST,
 )
+uses("vllm.v1.core.sched.scheduler.Scheduler", "kv_holding_waiting", _LOST, since="0.31")
 uses(
     "vllm.v1.core.kv_cache_manager.KVCacheManager",
     "get_block_ids evict_blocks",
@@ -71,7 +72,6 @@ uses(
     "vllm.v1.request.Request",
     "drop_stale_output",
     "which tokens under way of a request that is computed again are drawn anew",
-    since="0.32",
 )
 
 
@@ -96,7 +96,7 @@ class _Rules(_Base):
         self._tllm_conversations = ConversationMemory()
         self._tllm_bulk = BulkRequests()
         self._tllm_turns = Turns() if Turns.offered(self) else None
-        # Before 0.32 there are other queues; a connector keeps requests after their end.
+        # Before 0.31 there are other queues; a connector keeps requests after their end.
         self._tllm_loses_sessions = (
             hasattr(self, "kv_holding_waiting")
             and self.connector is None
@@ -328,7 +328,7 @@ class _Rules(_Base):
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler._holds_kv_blocks",
         "a pause waits for what runs beside streamed requests that were preempted",
-        since="0.32",
+        since="0.31",
     )
     def _holds_kv_blocks(self, request: Request) -> bool:
         # One that was preempted while its turn's last token was computed waits for an input without

@@ -23,25 +23,29 @@ if TYPE_CHECKING:
 
     from tllm.engine.bulk import NextInput
 
+_GO_ON = "requests that a token continues go from the waiting to the running ones"
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
-    "kv_holding_waiting deferred_waiting running connector ec_connector use_pp num_spec_tokens "
-    "use_v2_model_runner num_sampled_tokens_per_step max_model_len has_mamba_layers "
-    "max_num_running_reqs scheduler_config vllm_config",
-    "requests that a token continues go from the waiting to the running ones",
-    since="0.32",
+    "running connector ec_connector use_pp num_spec_tokens use_v2_model_runner "
+    "num_sampled_tokens_per_step max_model_len has_mamba_layers max_num_running_reqs "
+    "scheduler_config vllm_config",
+    _GO_ON,
+)
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "kv_holding_waiting deferred_waiting",
+    _GO_ON,
+    since="0.31",
 )
 uses(
     "vllm.config.ModelConfig",
     "uses_mrope rswa_window",
     "models for which a runner remembers how long the prompt was",
-    since="0.32",
 )
 uses(
     "vllm.v1.request.Request",
     "lora_request mm_features prompt_embeds use_structured_output num_tokens num_in_flight_tokens",
     "which requests stay in the running batch when a token continues them",
-    since="0.32",
 )
 uses(
     "vllm.v1.core.sched.output.SchedulerOutput",
@@ -76,7 +80,7 @@ class Turns:
         dimensions when a prompt comes; V2 tells attention with a window of the rest how long the
         prompt is.
         """
-        if not hasattr(scheduler, "kv_holding_waiting"):  # before 0.32
+        if not hasattr(scheduler, "kv_holding_waiting"):  # before 0.31
             return False
         model, on_v1 = scheduler.vllm_config.model_config, not scheduler.use_v2_model_runner
         return not (

@@ -403,13 +403,12 @@ class InterventionWorker(_Base):
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.start_weight_update",
         "consumers are done with the old weights before they go",
-        since="0.32",
     )
     def start_weight_update(self) -> None:
         self.session.synchronize()
         super().start_weight_update()
 
-    @overrides("vllm.v1.worker.gpu_worker.Worker.finish_weight_update", _OLD_WEIGHTS, since="0.32")
+    @overrides("vllm.v1.worker.gpu_worker.Worker.finish_weight_update", _OLD_WEIGHTS)
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._note_weights()
