@@ -13,8 +13,8 @@ STAMP := $(VENV)/installed
 # What compiles comes before what is interpreted.
 V2_TESTS := tests/engine/test_compiled_norms.py tests/engine tests/runtime tests/esamp \
   tests/consumers tests/fuzz tests/logprobs/test_engines.py tests/logprobs/test_lanes.py tests/oracle
-# Neither starts an engine or runs a kernel.
-V2_TESTS += $(addprefix --ignore=tests/runtime/test_,answers.py benchmark_peers.py)
+# It starts no engine and runs no kernel.
+V2_TESTS += --ignore=tests/runtime/test_benchmark_peers.py
 V1_ENGINE_TESTS := tests/engine tests/fuzz
 # Two at a time, in this order: the first takes as long as the two others. Each process imports vLLM
 # once, and once more for those that it forks.

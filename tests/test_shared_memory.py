@@ -21,8 +21,8 @@ from tllm.shared_memory import FOLDER, SharedFile, SharedRows, populate, sweep
 
 OWNER = """
 import sys, time, torch
-from tllm.client.answers import SharedFolder
-from tllm.runtime.answers import AnswerWriter
+from tllm.answers import SharedFolder
+from tllm.answers import AnswerWriter
 from tllm.result_memory import ResultMemory
 from tllm.shared_memory import SharedFile, SharedRows
 folder, memory = SharedFolder(), ResultMemory()

@@ -2,7 +2,7 @@
 
 New pages of shared memory cost more than what is written into them: the system clears each, and
 maps it with a fault. So a worker keeps its files, and asks of each whether a reader has it or may
-still come for it (`client/answers.py` opens them). A GPU writes into memory that is used again by
+still come for it (`answers.py` opens them). A GPU writes into memory that is used again by
 itself (`ResultMemory.used_before`); to page-lock memory that is used once would cost more than the
 host's copy does. Where rows need new memory, other threads allocate its pages while the forward
 pass computes the rows (`ResultMemory.make_ready`).

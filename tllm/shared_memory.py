@@ -8,7 +8,7 @@ comes later can remove what a killed process left behind:
 `SharedFile` reserves, maps, links and releases; `populate` allocates the pages of what is mapped;
 `sweep` removes files of processes that are gone.
 `SharedRows` are rows that two processes map. Results reach the user's process in shared files
-(`result_memory.py`, `runtime/answers.py`, `client/answers.py`).
+(`result_memory.py`, `answers.py`).
 """
 
 from __future__ import annotations

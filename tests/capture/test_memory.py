@@ -14,12 +14,11 @@ from engine.reference import LAYERS, VOCAB
 
 import tllm.stores
 from capture.truth import POINTS, WITHOUT_LAYER, meant, reduced
-from tllm import SamplingParams, result_memory
+from tllm import SamplingParams, answers, result_memory
 from tllm.consumers.capture import landing
 from tllm.consumers.capture.activations import Activations
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
-from tllm.runtime import answers
 
 EVERYTHING = dict.fromkeys(POINTS, "all")
 POSITIONS = {

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 
+from tllm.answers import AnswerWriter
 from tllm.client import calls
 from tllm.client.attached import Client
 from tllm.client.calls import AsyncCalls, WorkerCall, drive
 from tllm.client.kept_rows import RowKeeping
 from tllm.engine.conversations import Conversations
 from tllm.engine.registered import Registered
-from tllm.runtime.answers import AnswerWriter
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.patching import KeptRows
 

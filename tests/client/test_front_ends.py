@@ -13,7 +13,7 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
-from tllm.client.answers import SharedFolder
+from tllm.answers import SharedFolder
 from tllm.client.attached import Client
 from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls, WorkerCall, drive
 from tllm.client.held import HeldByWorkers

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tllm.client.answers import SharedFolder, decode
+from tllm.answers import AnswerWriter, SharedFolder, decode
 from tllm.ports import PerToken, RequestInfo, RequestResult
 from tllm.runtime import results as module
-from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.results import PENDING, Results, sendable
 from tllm.runtime.slots import Slots
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tllm.answers import SharedFolder
 from tllm.client.admission import RequestAdmission
-from tllm.client.answers import SharedFolder
 from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
 from tllm.client.consumer_uses import ConsumerUses
 from tllm.client.generation import AsyncGeneration, SyncGeneration

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import cloudpickle
 from vllm import AsyncLLMEngine, LLMEngine
 
-from tllm.client.answers import decode, leave
+from tllm.answers import decode, leave
 from tllm.engine.calls import ask_all_workers, ask_workers
 
 _T = TypeVar("_T")

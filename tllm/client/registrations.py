@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 
+from tllm.answers import SharedFolder
 from tllm.client import consumer_calls
-from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.composer import Composer
 from tllm.client.facts import Facts

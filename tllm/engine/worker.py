@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
+from tllm.answers import AnswerWriter
 from tllm.engine import limits, model_view
 from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
@@ -32,7 +33,6 @@ from tllm.models.resolver import resolve
 from tllm.models.sites import ModelSites, Site
 from tllm.ports import ModelView
 from tllm.ports.payload import reason_of
-from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.results import sendable
 from tllm.runtime.sampling import LmHead

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from tllm import answers
+from tllm.answers import SharedFolder, decode
 from tllm.client import calls
-from tllm.client.answers import SharedFolder, decode
 from tllm.consumers.capture.activations import Activations, CapturedRows, StageRows
 from tllm.result_memory import ResultMemory
-from tllm.runtime import answers
 
 SHARED = Path("/dev/shm")
 

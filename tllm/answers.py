@@ -1,6 +1,8 @@
 """Answers of a worker to the user's process: large tensors through shared memory.
 
-`tllm.client.answers` reads them.
+An answer is a pickle of `(body, names, places)`: the pickled answer without its buffers, the files
+of shared memory that hold those, and where each buffer is. `AnswerWriter` makes it in the worker,
+`decode` and `leave` read it in the user's process.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import atexit
 import os
 import pickle
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tllm.result_memory import ResultMemory
-from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile, room
+from tllm.shared_memory import FOLDER, IN_MEMORY, NAME, WORTHWHILE, SharedFile, room, sweep
 
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""
@@ -31,6 +34,10 @@ a reader removes his, and looking takes a system call."""
 _LINKED = 64 << 10
 """Bytes of a file that are worth a link to it: of less, a copy costs no more, and does not hold all
 of the file as long as anybody has them."""
+
+_LITTLE = 8
+"""An answer that has less than one part in so many of a file is copied out of it, if that costs no
+more than to share it: the rest of the file would be held as long as anybody has the answer."""
 
 _PIECE = 32 << 20
 _ALIGNMENT = 64
@@ -174,3 +181,59 @@ def _copy(file: SharedFile, views: Sequence[memoryview], offsets: Sequence[int])
         # Both calls let go of the interpreter.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(large))) as threads:
             list(threads.map(copy, large))
+
+
+class SharedFolder:
+    """The user's end: says whether a worker is on the same host, by a file that both can see.
+
+    Attributes:
+        token: the file's name, given to workers with each call; empty without shared memory.
+    """
+
+    def __init__(self) -> None:
+        self.token = ""
+        if IN_MEMORY:
+            sweep()
+            file = SharedFile.reserve(1, backed=False)
+            self.token = file.path.name
+            weakref.finalize(self, _release, file, os.getpid())
+
+
+def _release(file: SharedFile, owner: int) -> None:
+    """Remove a file of this process; one that is forked from it has the object, too."""
+    if os.getpid() == owner:
+        file.release()
+
+
+def decode(payload: bytes) -> Any:
+    """The answer; arrays in shared memory stay there, and go when nobody holds them any more."""
+    body, names, places = pickle.loads(payload)
+    if names is None:
+        return pickle.loads(body)
+    files = [SharedFile(FOLDER / name) for name in names]
+    try:
+        memory = [file.hold() for file in files]
+    finally:
+        for file in files:
+            file.release()
+    used = Counter[int]()
+    for place in places:
+        if not isinstance(place, bytes):
+            used[place[0]] += place[2]
+    buffers: list[Any] = []
+    for place in places:
+        if isinstance(place, bytes):
+            buffers.append(bytearray(place))
+            continue
+        number, begin, nbytes = place
+        own = memory[number][begin : begin + nbytes]
+        little = used[number] < min(WORTHWHILE, len(memory[number]) / _LITTLE)
+        buffers.append(own.copy() if little else own.data)
+    return pickle.loads(body, buffers=buffers)
+
+
+def leave(payload: bytes) -> None:
+    """Nobody wants the answer: what it has in shared memory goes."""
+    _, names, _ = pickle.loads(payload)
+    for name in names or ():
+        SharedFile(FOLDER / name).release()
