@@ -84,7 +84,7 @@ def test_a_missing_torchvision_is_named(tmp_path: Path) -> None:
 def test_a_torch_of_another_kind_than_torchvision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """There was nothing wrong, and what torch said was the fix."""
 
-    def fail(version: Version) -> None:
+    def fail(version: Version, serving: bool) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(seams, "lacking", fail)
@@ -117,7 +117,9 @@ def test_an_old_vllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_seam_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "lacking", lambda version: ["no vllm.v1.Runner.step (to step)"])
+    monkeypatch.setattr(
+        seams, "lacking", lambda version, serving: ["no vllm.v1.Runner.step (to step)"]
+    )
     assert "has no vllm.v1.Runner.step (to step)" in _only_problem().what
 
 

@@ -35,7 +35,7 @@ def test_a_seam_that_is_gone_is_named(path: str, monkeypatch: pytest.MonkeyPatch
     owner_path, _, name = path.rpartition(".")
     _take_away(pkgutil.resolve_name(owner_path), name, monkeypatch)
     with pytest.raises(RuntimeError) as refusal:
-        versions.probe()
+        versions.probe(serving=True)
     sentence = str(refusal.value)
     assert f"no {path} (" in sentence
     assert str(VERSION) in sentence
@@ -122,6 +122,20 @@ def test_a_seam_of_later_versions_is_not_missed_in_earlier_ones() -> None:
     later = [seam.path for seam in seams.of(versions.NEWEST) if seam.since == "0.31"]
     assert later
     assert not set(later) & {seam.path for seam in seams.of(versions.OLDEST)}
+
+
+def test_what_an_engine_is_asked_for_is_not_in_the_server_of_vllm() -> None:
+    """Importing vLLM 0.30's server has the root logger tell errors alone: an engine's warnings were
+    not heard in programs that serve nobody."""
+    of_engines = ("vllm.entrypoints.llm", "vllm.entrypoints.generate.", "vllm.entrypoints.cli.main")
+    found = {
+        (module.__name__, node.value)
+        for module in seams.modules(serving=False)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Constant) and str(node.value).startswith("vllm.entrypoints.")
+    }
+    assert found
+    assert not [(ours, path) for ours, path in found if not path.startswith(of_engines)]
 
 
 def _declared() -> set[Callable[..., Any]]:

@@ -125,7 +125,7 @@ def _examine_vllm(report: Report) -> bool:
         named = f"{found.distribution} {found.version}"
         report.note("vllm", named if found.tested else f"{named} (not {tested})")
     try:
-        found = versions.probe()
+        found = versions.probe(serving=True)
     except RuntimeError as error:
         what, _, fix = str(error).rpartition(": ")
         if "pip install" not in fix:  # it is not of ours

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, ModuleType
@@ -31,6 +31,9 @@ _NEEDS = {"tllm.engine.executor_ray": "ray"}
 _PLATFORMS = {"tllm.engine.worker_cpu": "cpu", "tllm.engine.worker_cuda": "cuda"}
 """Modules of ours for one platform. Importing vLLM's CPU worker puts a placeholder in the place of
 `torch.cuda.Event`, for the whole process."""
+_SERVING = {"tllm.engine.handlers", "tllm.engine.keyless_logger", "tllm.engine.run_batch"}
+"""Modules of ours for what answers requests over HTTP. Importing vLLM 0.30's server sets the root
+logger's level to ERROR."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,14 @@ def uses(
 
 
 @cache
-def modules() -> tuple[ModuleType, ...]:
-    """The modules of the engine room, imported, and with that declared what they depend on."""
-    return tuple(map(importlib.import_module, module_names(current_platform.device_type)))
+def modules(serving: bool = True) -> tuple[ModuleType, ...]:
+    """The modules of the engine room, imported, and with that declared what they depend on.
+
+    Args:
+        serving: also those that a server alone needs.
+    """
+    names = module_names(current_platform.device_type)
+    return tuple(importlib.import_module(name) for name in names if serving or name not in _SERVING)
 
 
 def module_names(platform: str) -> Iterator[str]:
@@ -119,31 +127,35 @@ def module_names(platform: str) -> Iterator[str]:
             yield name
 
 
-def of(version: Version) -> Iterator[Seam]:
+def of(version: Version, serving: bool = True) -> Iterator[Seam]:
     """Every seam that this version of vLLM is to have, each path once for each need.
+
+    Args:
+        serving: also those that a server alone needs; others are not imported for it.
 
     Raises:
         ImportError: when vLLM lacks what a module of ours imports from it.
     """
-    modules()
+    modules(serving)
     for seam in _register:
         if Version(seam.since) <= version and (not seam.until or version < Version(seam.until)):
             yield seam
 
 
-def lacking(version: Version) -> list[str]:
+def lacking(version: Version, serving: bool = True) -> list[str]:
     """What the imported vLLM lacks, each with what tLLM needs it for, and what it asks of classes
-    of ours that they lack."""
+    of ours that they lack. `serving` is that of `of`."""
     try:
-        found = [(seam.lacks(), seam.why) for seam in of(version)]
+        found = [(seam.lacks(), seam.why) for seam in of(version, serving)]
     except ImportError as error:
         return [f"no {error.name}: {error}"]
-    return [*(f"{lack} ({why})" for lack, why in found if lack is not None), *_unmet()]
+    lacks = (f"{lack} ({why})" for lack, why in found if lack is not None)
+    return [*lacks, *_unmet(modules(serving))]
 
 
-def _unmet() -> Iterator[str]:
+def _unmet(of_ours: Iterable[ModuleType]) -> Iterator[str]:
     """Abstract methods of vLLM's that a class of ours does not have: none could be made of it."""
-    for module in modules():
+    for module in of_ours:
         for ours in filter(inspect.isclass, vars(module).values()):
             if ours.__module__ != module.__name__:
                 continue

@@ -49,8 +49,11 @@ def installed() -> Installed | None:
     return None
 
 
-def probe() -> Installed:
+def probe(*, serving: bool = False) -> Installed:
     """The installed vLLM, after its seams were looked up.
+
+    Args:
+        serving: also those of its server.
 
     Raises:
         RuntimeError: with what to install, when vLLM is absent, too old, or lacks a seam.
@@ -64,7 +67,7 @@ def probe() -> Installed:
             f"tLLM needs {wanted}, and {found.distribution} {found.version} is installed; "
             f"install a newer one: pip install '{found.distribution}>={OLDEST}'"
         )
-    if lacking := seams.lacking(found.version):
+    if lacking := seams.lacking(found.version, serving):
         raise RuntimeError(
             f"{found.distribution} {found.version} has {'; '.join(lacking)}; tLLM works with "
             f"{wanted}: pip install '{found.distribution}=={NEWEST}'"

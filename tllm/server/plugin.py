@@ -59,7 +59,7 @@ class InterventionPlugin:
                 "VLLM_USE_RUST_FRONTEND is set, but the Rust front end knows no interventions; "
                 "unset it, or serve without tllm"
             )
-        versions.probe()
+        versions.probe(serving=True)
         settings = ServerSettings.from_environment()
         interventions = attach(
             engine_client,
