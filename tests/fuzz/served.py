@@ -113,8 +113,9 @@ class Served:
             raise WrongError(f"seed {seed}: {error!r}\n  {ask}") from error
 
     async def _generate(self, ask: Ask) -> Any:
-        """The last output, with all tokens of each sample; None where it was cancelled."""
-        name, tokens, last, seen = self._name(), {}, None, 0
+        """The last output, with all samples (vLLM's last delta lacks those that ended before it)
+        and all tokens of each; None where it was cancelled."""
+        name, samples, tokens, last, seen = self._name(), {}, {}, None, 0
         inputs = _parts(ask) if ask.parts else _tokens(ask.prompt)
         stream = self._engine.generate(inputs, ask.same, name, priority=ask.priority)
         if ask.cancel == "task" and ask.abort_after:
@@ -130,6 +131,7 @@ class Served:
                 delta = ask.same.output_kind == RequestOutputKind.DELTA
                 before = tokens.get(sample.index, []) if delta else []
                 tokens[sample.index] = [*before, *sample.token_ids]
+                samples[sample.index] = sample
             if seen == ask.abort_after:
                 if ask.cancel == "leave":
                     await stream.aclose()
@@ -137,9 +139,9 @@ class Served:
                 await self._engine.abort(name)
         if ask.abort_after and seen >= ask.abort_after:
             return None
-        for sample in last.outputs:
-            sample.token_ids = tokens[sample.index][_dropped(ask) :]
-        last.outputs.sort(key=lambda sample: sample.index)
+        for index, sample in samples.items():
+            sample.token_ids = tokens[index][_dropped(ask) :]
+        last.outputs = [samples[index] for index in sorted(samples)]
         return last
 
     def _name(self) -> str:
