@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
+from oldest_vllm import ON_0_30
 from tiny_engines import TINY_ENGINE
 
 from engine.ahead import scheduling_ahead
@@ -89,7 +89,7 @@ class DraftedModel:
 
 
 def skip_without_drafts() -> None:
-    if vllm.__version__.startswith("0.30.") and not torch.cuda.is_available() and not ON_V2:
+    if ON_0_30 and not torch.cuda.is_available() and not ON_V2:
         pytest.skip(
             "vLLM 0.30 itself cannot draft on a CPU: launching its rejection sampler raises"
         )

@@ -9,7 +9,7 @@ from threading import Lock
 
 import pytest
 import torch
-import vllm
+from oldest_vllm import ON_0_30
 from tiny_engines import TINY_ENGINE
 
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled, tokens_of
@@ -127,7 +127,7 @@ def ended(llm):
 
 
 @pytest.mark.skipif(
-    vllm.__version__.startswith("0.30."),
+    ON_0_30,
     reason="an engine of vLLM 0.30 in the user's process does not end with its user",
 )
 def test_an_engine_ends_with_its_user_and_others_of_the_process_go_on(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-import vllm
+from oldest_vllm import ON_0_30
 from vllm.v1.core.sched.interface import PauseState
 
 from benchmarks.driven_lanes import DrivenLanes
@@ -22,7 +22,6 @@ from tllm.spec.selection import Selection
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
 
 
-ON_0_30 = vllm.__version__.startswith("0.30.")
 keeps_streams = pytest.mark.skipif(
     ON_0_30,
     reason="vLLM 0.30 gives up a streamed request that is preempted while its token is computed, "

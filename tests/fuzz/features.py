@@ -8,9 +8,9 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-import vllm
 from capture.truth import POINTS, WITHOUT_LAYER
 from engine.reference import HIDDEN, LAYERS, VOCAB
+from oldest_vllm import ON_0_30
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
@@ -403,7 +403,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bias", 0.15, _bias, needs="undrafted"),
     Feature(
         "allowed",
-        0.0 if vllm.__version__.startswith("0.30.") else 0.1,  # there who comes later is held to it
+        0.0 if ON_0_30 else 0.1,  # there who comes later is held to it
         _option(allowed_token_ids=[list(range(5, 90)), list(range(40, 250))]),
     ),
     Feature("drafted", 1.0, _drafted, needs="drafted"),

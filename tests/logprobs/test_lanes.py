@@ -10,8 +10,8 @@ import random
 
 import pytest
 import torch
-import vllm
 from beyond_interpreting import beyond_interpreting
+from oldest_vllm import ON_0_30
 
 from logprobs.asking import OTHER_ENGINE, PLACES, VOCAB, agrees, gathered, left_in, prompts
 from tllm.consumers.base import Consumer
@@ -403,9 +403,7 @@ def test_lanes_in_one_call_say_what_each_says(lm, form):
     assert not left_in(lm)
 
 
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.30."), reason="on vLLM 0.30 the scheduler gives no notice"
-)
+@pytest.mark.skipif(ON_0_30, reason="on vLLM 0.30 the scheduler gives no notice")
 def test_lanes_are_answered_with_and_without_notices(lm, monkeypatch):
     def step(lanes):
         for number, lane in enumerate(lanes):

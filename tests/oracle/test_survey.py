@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import vllm
+from oldest_vllm import ON_0_30
 
 from .survey import DOCUMENT, Finding, document, examined, kept
 
 #: One of each kind of block, or router, that the other tests of the oracle have not.
 FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2", "hunyuan_v1_moe")
-if vllm.__version__.startswith("0.30."):  # it computes gpt_oss on a CPU in bfloat16 alone
+if ON_0_30:  # it computes gpt_oss on a CPU in bfloat16 alone
     FAST = FAST[1:]
 
 
