@@ -26,6 +26,7 @@ from benchmarks.step_times import LLMStepTimes, StepTimes
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
+_STD = 0.02  # of the weights
 _START_STEPS = 4
 _COUNTERS = ("rows_captured", "rows_dropped", "rows_steered", "tokens_drafted", "tokens_accepted")
 _ESAMP_COUNTERS = {
@@ -42,12 +43,17 @@ def draw_weights(model: torch.nn.Module, scale: float) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     generator = torch.Generator(next(model.parameters()).device).manual_seed(rank)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
+        if name.endswith("weight_scale"):
+            parameter.data.fill_(_STD)
+        elif parameter.dtype.itemsize == 1:
+            drawn = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.data.copy_(drawn.normal_(generator=generator))
+        elif parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+            parameter.data.normal_(0.0, _STD, generator=generator)
         if name.endswith("lm_head.weight"):  # of the last stage alone
-            parameter.data.mul_(scale / parameter.shape[1] ** 0.5 / 0.02)
+            parameter.data.mul_(scale / parameter.shape[1] ** 0.5 / _STD)
 
 
 class EngineProcess:

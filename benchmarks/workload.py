@@ -17,6 +17,22 @@ Variant = Literal[
 ]
 
 
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+    "quantization_status": "compressed",
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """A Qwen2 model, or with experts a Qwen3-MoE model, with weights drawn at random.
@@ -24,6 +40,8 @@ class Shape:
     Attributes:
         intermediate: width of the MLP, or of each expert.
         experts: of each layer, of which a token goes to eight; 0 is an MLP.
+        fp8: whether linear layers multiply FP8 numbers, with a scale for each output channel and,
+            when it is computed, for each row (`compressed-tensors`, "FP8 dynamic").
         scale: standard deviation of the logits, which sets how many candidates min-p leaves
             (about 5 to 20 of a large vocabulary at 4.2, temperature 0.8 and min-p 0.05).
     """
@@ -38,6 +56,7 @@ class Shape:
     dtype: str = "bfloat16"
     scale: float = 4.2
     experts: int = 0
+    fp8: bool = False
 
     def config(self) -> dict[str, Any]:
         """As a Hugging Face config."""
@@ -51,7 +70,8 @@ class Shape:
             "head_dim": 128,
         }
         dense = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-        return (experts if self.experts else dense) | {
+        quantized = {"quantization_config": _FP8} if self.fp8 else {}
+        return (experts if self.experts else dense) | quantized | {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -73,6 +93,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("7b", 3584, 18944, 28, 28, 4, 152064),
+        Shape("7b-fp8", 3584, 18944, 28, 28, 4, 152064, fp8=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
         Shape("0.5b", 896, 4864, 24, 14, 2, 151936),
         Shape("moe", 2048, 768, 24, 32, 4, 151936, experts=128),  # half of the layers of 30B-A3B
@@ -298,6 +319,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         *_on("7b"),
+        *_on("7b-fp8"),
         *_on("1.5b"),
         *_on("0.5b"),
         *_on("moe"),
