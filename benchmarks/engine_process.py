@@ -45,6 +45,8 @@ def draw_weights(model: torch.nn.Module, scale: float) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("weight_scale"):
             parameter.data.fill_(_STD)
+        elif not parameter.is_floating_point():  # several numbers in a word
+            parameter.data.random_(-(2**31), 2**31 - 1, generator=generator)
         elif parameter.dtype.itemsize == 1:
             drawn = torch.empty_like(parameter, dtype=torch.float32)
             parameter.data.copy_(drawn.normal_(generator=generator))

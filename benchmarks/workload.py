@@ -17,31 +17,39 @@ Variant = Literal[
 ]
 
 
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
-_FP8 = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
-        }
-    },
-    "ignore": ["lm_head"],
-    "quantization_status": "compressed",
+def _compressed(name: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A format of `compressed-tensors`, of all linear layers but the LM head."""
+    of_layers = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": of_layers},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_TOKENS = {**_FLOATS, "strategy": "token", "dynamic": True}
+_FORMATS = {
+    "fp8": _compressed(
+        "float-quantized", {**_FLOATS, "strategy": "channel"}, input_activations=_TOKENS
+    ),
+    "w4a16": _compressed(
+        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 model, or with experts a Qwen3-MoE model, with weights drawn at random.
+    """A Qwen2 or Gemma 3 model, or with experts a Qwen3-MoE model, with weights drawn at random.
 
     Attributes:
         intermediate: width of the MLP, or of each expert.
         experts: of each layer, of which a token goes to eight; 0 is an MLP.
-        fp8: whether linear layers multiply FP8 numbers, with a scale for each output channel and,
-            when it is computed, for each row (`compressed-tensors`, "FP8 dynamic").
+        quantized: `fp8`, numbers of FP8 with a scale for each output channel and each row, or
+            `w4a16`, weights of four bits with a scale for each 128.
         scale: standard deviation of the logits, which sets how many candidates min-p leaves
             (about 5 to 20 of a large vocabulary at 4.2, temperature 0.8 and min-p 0.05).
     """
@@ -56,7 +64,8 @@ class Shape:
     dtype: str = "bfloat16"
     scale: float = 4.2
     experts: int = 0
-    fp8: bool = False
+    quantized: str = ""
+    gemma: bool = False
 
     def config(self) -> dict[str, Any]:
         """As a Hugging Face config."""
@@ -69,31 +78,47 @@ class Shape:
             "norm_topk_prob": True,
             "head_dim": 128,
         }
-        dense = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-        quantized = {"quantization_config": _FP8} if self.fp8 else {}
-        return (experts if self.experts else dense) | quantized | {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": 4096,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": False,
-            "torch_dtype": self.dtype,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
+        gemma = {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "hidden_activation": "gelu_pytorch_tanh",
         }
+        qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        dense = gemma if self.gemma else qwen
+        format_ = _FORMATS.get(self.quantized)
+        quantized = {"quantization_config": format_} if format_ else {}
+        return (
+            (experts if self.experts else dense)
+            | quantized
+            | {
+                "hidden_size": self.hidden,
+                "intermediate_size": self.intermediate,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "vocab_size": self.vocab,
+                "max_position_embeddings": 4096,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": False,
+                "torch_dtype": self.dtype,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            }
+        )
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape("7b", 3584, 18944, 28, 28, 4, 152064),
-        Shape("7b-fp8", 3584, 18944, 28, 28, 4, 152064, fp8=True),
+        Shape("7b-fp8", 3584, 18944, 28, 28, 4, 152064, quantized="fp8"),
+        Shape("7b-w4a16", 3584, 18944, 28, 28, 4, 152064, quantized="w4a16"),
+        Shape("gemma-4b", 2560, 10240, 34, 8, 4, 262208, gemma=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
         Shape("0.5b", 896, 4864, 24, 14, 2, 151936),
         Shape("moe", 2048, 768, 24, 32, 4, 151936, experts=128),  # half of the layers of 30B-A3B
@@ -320,6 +345,8 @@ BENCHMARKS = {
     for benchmark in (
         *_on("7b"),
         *_on("7b-fp8"),
+        *_on("7b-w4a16"),
+        *_on("gemma-4b"),
         *_on("1.5b"),
         *_on("0.5b"),
         *_on("moe"),

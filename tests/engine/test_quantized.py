@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_engines import SHARE
 
 from engine.reference import HIDDEN, LAYERS, save_tiny_model
+from tllm.engine import quantized_norms
+from tllm.engine.quantized_norms import QuantizedNorms
 
 PROMPT = [7, 30, 12, 55, 21, 3, 90, 41]
 GROUP = 32
@@ -61,6 +63,15 @@ def _one_scale_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor
     }
 
 
+def _given_scale_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same, and one scale for whatever is multiplied with it."""
+    given = {f"{name}.input_scale": torch.tensor([0.02])}
+    return given | {
+        key: each.reshape(1) if key.endswith("scale") else each
+        for key, each in _one_scale_floats(name, weight).items()
+    }
+
+
 def _words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Eight numbers of four bits in a word, along the last dimension, `order[0]` in its lowest."""
     eights = numbers.long().unflatten(-1, (-1, 8))[..., list(order)]
@@ -107,12 +118,11 @@ def _awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _compressed(name: str, weights: dict[str, Any], activations: bool = False) -> dict[str, Any]:
+def _compressed(name: str, weights: dict[str, Any], activations: Any = None) -> dict[str, Any]:
     """The configuration of a format of `compressed-tensors`."""
     parts: dict[str, Any] = {"weights": {"symmetric": True, **weights}}
     if activations:
-        tokens = {"strategy": "token", "dynamic": True}
-        parts["input_activations"] = {**parts["weights"], **tokens}
+        parts["input_activations"] = {**parts["weights"], **activations}
     return {
         "quant_method": "compressed-tensors",
         "format": name,
@@ -123,20 +133,26 @@ def _compressed(name: str, weights: dict[str, Any], activations: bool = False) -
 
 
 _CHANNEL = {"num_bits": 8, "strategy": "channel", "dynamic": False}
+_TENSOR = {**_CHANNEL, "strategy": "tensor"}
+_TOKENS = {"strategy": "token", "dynamic": True}
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "W8A8": (
         _eight_bits,
-        _compressed("int-quantized", {"type": "int", **_CHANNEL}, activations=True),
+        _compressed("int-quantized", {"type": "int", **_CHANNEL}, _TOKENS),
     ),
     "W4A16": (_four_bits, _compressed("pack-quantized", _INT4)),
     "FP8": (
         _eight_bit_floats,
-        _compressed("float-quantized", {"type": "float", **_CHANNEL}, activations=True),
+        _compressed("float-quantized", {"type": "float", **_CHANNEL}, _TOKENS),
     ),
     "FP8, one scale": (
         _one_scale_floats,
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
+    "FP8, given scales": (
+        _given_scale_floats,
+        _compressed("float-quantized", {"type": "float", **_TENSOR}, _TENSOR),
     ),
     "GPTQ": (
         _gptq,
@@ -150,6 +166,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 """How a linear layer's weight is written, and what the model's configuration says of it."""
 FOUR_BITS = "W4A16", "GPTQ", "AWQ"
+ON_A_GPU = "FP8, one scale", "FP8, given scales"
 
 
 def four_bits_run() -> bool:
@@ -198,7 +215,7 @@ def plain(folder: Path) -> tuple[list[int], dict[int, torch.Tensor]]:
 def test_rows_of_a_quantized_model_are_those_of_plain_vllm(kind: str, tmp_path: Path) -> None:
     from tllm import LLM, SamplingParams
 
-    if kind == "FP8, one scale" and not torch.cuda.is_available():
+    if kind in ON_A_GPU and not torch.cuda.is_available():
         pytest.skip("vLLM has no such kernel for a CPU")
     if kind in FOUR_BITS and not four_bits_run():
         pytest.skip("vLLM has no such kernel for a CPU without AVX-512, as this one")
@@ -226,3 +243,61 @@ def test_rows_of_a_quantized_model_are_those_of_plain_vllm(kind: str, tmp_path: 
     steered = run(steering_vectors={"post_block": {0: [3.0] * HIDDEN}}).activations["post_block"]
     assert torch.equal(steered[0].tensor, rows[0].tensor)
     assert not torch.allclose(steered[1].tensor, rows[1].tensor, atol=0.5)
+
+
+def _fuses(config: dict[str, Any]) -> bool:
+    """Whether norms of a model with this configuration are computed with their taps."""
+    return config["quant_method"] in quantized_norms._FORMATS
+
+
+def _likely(output: Any) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens after the first."""
+    told = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([of[token].logprob for token, of in told])
+
+
+def _fused_and_matched(worker: Any) -> tuple[int, int]:
+    """Sent to a worker: norms that are computed with taps, and with FP8 numbers."""
+    compiling = worker.worker.vllm_config.compilation_config.inductor_compile_config
+    found = [each for each in compiling.values() if isinstance(each, QuantizedNorms)]
+    return worker.worker.session._taps.norms_fused, sum(each.matched for each in found)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="without a GPU no norm is computed with its tap"
+)
+@pytest.mark.parametrize("kind", [kind for kind, (_, config) in KINDS.items() if _fuses(config)])
+def test_norms_of_a_compiled_quantized_model_are_computed_with_their_taps(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tllm import LLM, SamplingParams
+
+    # What is found in a cache is matched no more.
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    folder = Path(save_tiny_model(tmp_path))
+    quantize(folder, kind)
+    options = OPTIONS | {"enforce_eager": False, "cudagraph_capture_sizes": [1, 8]}
+    capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
+
+    def run(llm: LLM, **asked: Any) -> Any:
+        params = SamplingParams(**PARAMS, prompt_logprobs=0, **asked)
+        [output] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+        return output
+
+    llm = LLM(str(folder), **options, fuse_norms=False)
+    assert llm.collective_rpc(_fused_and_matched) == [(0, 0)]
+    expected = run(llm, capture=capture)
+    del llm
+    llm = LLM(str(folder), **options)
+    [(fused, matched)] = llm.collective_rpc(_fused_and_matched)
+    assert fused == 2 * LAYERS
+    # Blocks that are alike are compiled once; behind the last norm nothing is quantized.
+    assert matched >= 3 if kind.startswith("FP8") else matched == 0
+    found = run(llm, capture=capture)
+    torch.testing.assert_close(_likely(found), _likely(expected), rtol=0, atol=0.02)
+    for layer in range(LAYERS):
+        rows, others = (each.activations["post_block"][layer].tensor for each in (found, expected))
+        torch.testing.assert_close(rows, others, rtol=2**-6, atol=2**-6)
+    steered = run(llm, steering_vectors={"post_block": {0: [3.0] * HIDDEN}})
+    assert not torch.allclose(_likely(steered), _likely(expected), atol=0.1)

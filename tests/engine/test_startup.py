@@ -38,12 +38,16 @@ def test_norms_that_vllm_computes_in_another_way_are_left_to_it(llm, monkeypatch
     ours = model_view.added_norm(config, norm)
     assert (ours.module, ours.eps) == (norm, norm.variance_epsilon)
     with set_current_vllm_config(config):
-        others = GemmaRMSNorm(16), RMSNorm(16, has_weight=False), RMSNorm(16, var_hidden_size=8)
-    assert [model_view.added_norm(config, other) for other in others] == [None] * 3
+        others = RMSNorm(16, has_weight=False), RMSNorm(16, var_hidden_size=8)
+        gemma = GemmaRMSNorm(16)
+    assert [model_view.added_norm(config, other) for other in others] == [None] * 2
+    gemma.weight.data = gemma.weight.data.to(config.model_config.dtype)
+    assert model_view.added_norm(config, gemma).plus_one and not ours.plus_one
     half = RMSNorm.__new__(RMSNorm)
     vars(half).update(vars(norm) | {"_parameters": {"weight": norm.weight.detach().half()}})
     assert model_view.added_norm(config, half) is None
-    quantized = SimpleNamespace(model_config=config.model_config, quant_config=object())
+    unknown = SimpleNamespace(get_name=lambda: "unknown")
+    quantized = SimpleNamespace(**{**vars(config), "quant_config": unknown})
     assert model_view.added_norm(quantized, norm) is None
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     assert model_view.added_norm(config, norm) is None

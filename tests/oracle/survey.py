@@ -379,7 +379,8 @@ compiles a part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its pro
 Quantized: a Qwen 2 in five formats, W8A8, W4A16 and FP8 of `compressed-tensors`, GPTQ and AWQ, was
 served on a CPU on the V1 runner, and on an H200, there with FP8 of one scale, too. Its tokens, and
 the rows that leave every block, are those of the same quantized model in plain vLLM
-(`tests/engine/test_quantized.py`). vLLM 0.32 has no bitsandbytes any more.
+(`tests/engine/test_quantized.py`). In the formats of `compressed-tensors` its norms are
+computed with their taps on a GPU. vLLM 0.32 has no bitsandbytes any more.
 """
 
 

@@ -14,7 +14,11 @@ triton = pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("Triton's kernels are interpreted in this pass", allow_module_level=True)
 
-KERNELS = {"tap": tap._tap_kernel, "tap_norm": tap_norm._tap_norm_kernel}
+KERNELS = {
+    "tap": tap._tap_kernel,
+    "tap_norm": tap_norm._tap_norm_kernel,
+    "tap_norm_fp8": tap_norm._tap_norm_kernel,
+}
 LOOKS_AHEAD = {
     "many rows": {"AHEAD": False, "EARLY": False},
     "few rows": {"AHEAD": True, "EARLY": False},
@@ -22,12 +26,15 @@ LOOKS_AHEAD = {
 }
 
 
-def compiled(kernel, dtype, hidden, choice):
+def compiled(name, dtype, hidden, choice):
     """PTX for compute capability 9.0; rows of the stream are aligned, as a model's are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = {"desc_ptr": "*i64", "plan_ptr": "*i32"}
+    kernel, fp8 = KERNELS[name], name.endswith("fp8")
+    pointers = {"desc_ptr": "*i64", "plan_ptr": "*i32", "scale_ptr": "*fp32"}
+    if fp8:
+        pointers["normed_ptr"] = "*fp8e4nv"
     numbers = {
         "eps": "fp32",
         "plan_stride": "i32",
@@ -37,6 +44,9 @@ def compiled(kernel, dtype, hidden, choice):
     chosen = {"HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), **LOOKS_AHEAD[choice]}
     if "HAS_RESIDUAL" in kernel.arg_names:
         chosen["HAS_RESIDUAL"] = True
+    if "FORM" in kernel.arg_names:
+        chosen["FORM"] = tap_norm._ROW if fp8 else tap_norm._PLAIN
+        chosen["PLUS_ONE"] = fp8
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
         if name in chosen:
@@ -52,11 +62,16 @@ def compiled(kernel, dtype, hidden, choice):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-@pytest.mark.parametrize("choice", LOOKS_AHEAD)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        *((name, choice) for name in ("tap", "tap_norm") for choice in LOOKS_AHEAD),
+        ("tap_norm_fp8", "few rows, early"),
+    ],
+)
 def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):
     """The ring, what is added, sums and vectors of steering: all are found by their address."""
-    ptx = compiled(KERNELS[name], "bf16", 3584, choice)
+    ptx = compiled(name, "bf16", 3584, choice)
     moved = re.findall(r"(?:ld|st)\.global\S*?(\.v\d)?\.b(\d+)", ptx)
     assert moved
     # A classifier's units are fewer than threads, and are read in four places.
@@ -65,7 +80,7 @@ def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):
 
 
 def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
-    ptx = compiled(KERNELS["tap"], "bf16", 3590, "few rows")  # nor do those of float32
+    ptx = compiled("tap", "bf16", 3590, "few rows")  # nor do those of float32
     wide = re.findall(r"(?:ld|st)\.global\S*?\.v\d\.b\d+", ptx)
     assert not wide
 

@@ -21,7 +21,7 @@ SPILLED = 16
 """Bytes of a thread that may lie in memory; another compiler puts a few there."""
 
 
-def stack_of(hidden, tmp_path):
+def stack_of(hidden, form, tmp_path):
     """The bytes of a thread's stack, of the kernel for few rows of a width."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -29,9 +29,13 @@ def stack_of(hidden, tmp_path):
 
     block = triton.next_power_of_2(hidden)
     rows = ("stream_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "sum_ptr")
-    constants = {"HIDDEN": hidden, "BLOCK": block, "AHEAD": True, "EARLY": True}
+    constants = {"HIDDEN": hidden, "BLOCK": block, "FORM": form, "PLUS_ONE": False}
+    constants |= {"AHEAD": True, "EARLY": True}
+    fp8 = form != tap_norm._PLAIN
     signature = {
         **dict.fromkeys(rows, "*bf16"),
+        **({"normed_ptr": "*fp8e4nv"} if fp8 else {}),
+        "scale_ptr": "*fp32",
         "desc_ptr": "*i64",
         "plan_ptr": "*i32",
         "plan_stride": "i32",
@@ -67,6 +71,14 @@ def stack_of(hidden, tmp_path):
     return int(re.search(r"STACK:(\d+)", told)[1])
 
 
-@pytest.mark.parametrize("hidden", [896, 3584, 5120])
-def test_the_kernel_of_tap_and_norm_keeps_its_registers(hidden, tmp_path):
-    assert stack_of(hidden, tmp_path) <= SPILLED
+@pytest.mark.parametrize(
+    ("hidden", "form"),
+    [
+        (896, tap_norm._PLAIN),
+        (3584, tap_norm._PLAIN),
+        (5120, tap_norm._PLAIN),
+        (3584, tap_norm._ROW),
+    ],
+)
+def test_the_kernel_of_tap_and_norm_keeps_its_registers(hidden, form, tmp_path):
+    assert stack_of(hidden, form, tmp_path) <= SPILLED

@@ -338,10 +338,53 @@ def test_tap_with_the_norm_after_it(seed, dtype):
     for run, device in ((tap_norm.reference, "cpu"), (tap_norm.launch, DEVICE)):
         busy = BusyTap(seed, dtype, device)
         given = busy.stream.clone(), busy.residual.clone()
-        outputs = run(*given, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan)
+        asked = busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan, False, seed == 4
+        outputs = run(*given, *asked)
         assert torch.equal(given[0], busy.stream) and torch.equal(given[1], busy.residual)
         results.append((busy.arena.cpu(), *(output.cpu() for output in outputs)))
     assert_same(results, dtype)
+
+
+@pytest.mark.parametrize("given", [None, 0.02], ids=["scales of rows", "a given scale"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("many")
+def test_tap_with_the_norm_after_it_and_numbers_of_fp8(dtype, given):
+    results = []
+    for run, device in ((tap_norm.reference_fp8, "cpu"), (tap_norm.launch_fp8, DEVICE)):
+        busy = BusyTap(3, dtype, device)
+        scale = None if given is None else torch.tensor([given], device=device)
+        asked = busy.stream, busy.residual, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan
+        numbers, added, scales = run(*asked, False, scale)
+        assert numbers.dtype == torch.float8_e4m3fn and numbers.shape == added.shape
+        assert scales.shape == ((*added.shape[:-1], 1) if scale is None else (0,))
+        assert given or numbers.float().abs().amax() == 448
+        normed = numbers.float() * (scales if scale is None else scale)
+        results.append((normed.cpu(), busy.arena.cpu(), added.cpu(), scales.cpu()))
+    (expected, *others), (normed, *found) = results
+    assert_same([others, found], dtype)
+    # Where a sum was rounded otherwise, a number may be the next one that FP8 has.
+    atol = 1e-4 if dtype == torch.float32 else 2**-4
+    torch.testing.assert_close(normed, expected, rtol=1 / 8, atol=atol)
+
+
+@pytest.mark.parametrize("given", [None, 0.02], ids=["scales of rows", "a given scale"])
+def test_numbers_of_fp8_are_those_that_vllm_makes(given):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    shape = GroupShape.PER_TOKEN if given is None else GroupShape.PER_TENSOR
+    with set_current_vllm_config(VllmConfig()):
+        quantize = QuantFP8(given is not None, shape, compile_native=False)
+    scale = None if given is None else torch.tensor([given])
+    busy = BusyTap(3, torch.float32, "cpu")
+    asked = busy.stream, busy.residual, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan
+    numbers, added, scales = tap_norm.reference_fp8(*asked, False, scale)
+    normed, expected = tap_norm.reference(*asked)
+    assert torch.equal(added, expected)
+    theirs, theirs_scales = quantize.forward_native(normed, scale)
+    assert torch.equal(numbers.float(), theirs.float())
+    assert scale is not None or torch.equal(scales, theirs_scales)
 
 
 @pytest.mark.parametrize("form", ["stream", "fused residual", "norm"])
@@ -403,6 +446,10 @@ def test_norm_of_a_tap_is_what_a_tap_and_a_norm_give():
     torch.testing.assert_close(added, expected)
     norm = torch.nn.functional.rms_norm(expected, weight.shape, weight, 1e-5)
     torch.testing.assert_close(normed, norm)
+    more, _ = tap_norm.reference(
+        busy.stream, busy.residual, weight - 1, 1e-5, busy.descriptor, busy.taps.plan, False, True
+    )
+    torch.testing.assert_close(more, norm)
 
 
 def test_ops_are_what_they_tell_torch():
@@ -410,7 +457,10 @@ def test_ops_are_what_they_tell_torch():
     busy = BusyTap(2, torch.float32, DEVICE)
     row, others = busy.stream, (busy.descriptor, busy.taps.plan)
     torch.library.opcheck(ops.tap.default, (row, busy.residual, *others))
-    torch.library.opcheck(ops.tap_norm.default, (row, busy.residual, busy.weight[0], 1e-5, *others))
+    norm = row, busy.residual, busy.weight[0], 1e-5, *others
+    torch.library.opcheck(ops.tap_norm.default, norm)
+    for scale in (None, torch.ones(1, device=DEVICE)):
+        torch.library.opcheck(ops.tap_norm_fp8.default, (*norm, False, scale))
 
 
 WIDTHS = [100, 896, 1536, 3584, 4096, 8192, 12288] if DEVICE == "cuda" else [100]

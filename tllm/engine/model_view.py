@@ -21,7 +21,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from tllm.engine import versions
+from tllm.engine import quantized_norms, versions
 from tllm.engine.seams import uses
 from tllm.models.sites import ModelSites
 from tllm.ports import ModelView
@@ -171,18 +171,21 @@ def added_norm(vllm_config: Any, module: torch.nn.Module) -> AddedNorm | None:
     """The norm of a sum of stream and residual, if `module` is one that we compute as vLLM does.
 
     That is the formula that vLLM gives to its compiler. Its ready-made kernels, which it prefers
-    without a compiler, round in other places; with a quantized model it fuses norms with what
+    without a compiler, round in other places; with some quantized models it fuses norms with what
     follows them; with batch invariance it computes them in an order of its own.
     """
-    if type(module) is not RMSNorm or not module.has_weight or module.variance_size_override:
+    plain = type(module) is RMSNorm and module.has_weight and not module.variance_size_override
+    if not plain and type(module) is not GemmaRMSNorm:
         return None
-    if vllm_config.quant_config is not None or envs.VLLM_BATCH_INVARIANT:
+    if envs.VLLM_BATCH_INVARIANT:
+        return None
+    if vllm_config.quant_config is not None and not quantized_norms.can_fuse(vllm_config):
         return None
     if versions.preferred_norm(vllm_config) != "native":
         return None
     if module.weight.dtype != vllm_config.model_config.dtype:
         return None
-    return AddedNorm(module, module.variance_epsilon)
+    return AddedNorm(module, module.variance_epsilon, plus_one=not plain)
 
 
 def lm_head(

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from tllm.answers import AnswerWriter
-from tllm.engine import limits, model_view
+from tllm.engine import limits, model_view, quantized_norms
 from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
 from tllm.engine.media import prompt_len, tokens_of
@@ -159,6 +159,8 @@ class InterventionWorker(_Base):
         digest = compile_digest(points, config.model_config.dtype, self._options.fuse_norms)
         config.additional_config = {**config.additional_config, _DIGEST_KEY: digest}
         super().init_device()
+        if self._fuses_norms and quantized_norms.can_fuse(config):
+            quantized_norms.fuse(config)
 
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.load_model",
@@ -264,9 +266,13 @@ class InterventionWorker(_Base):
         described = model_view.describe(self.vllm_config, self._sites, self.device, head)
         return described, head if head is None else self._guidance_refusal or head
 
+    @property
+    def _fuses_norms(self) -> bool:
+        return self._options.fuse_norms and uses_triton(self.device)
+
     def _norms(self, installed: Mapping[TapKey, Site]) -> dict[TapKey, AddedNorm]:
         """The norms that are computed together with the tap before them."""
-        if not self._options.fuse_norms or not uses_triton(self.device):
+        if not self._fuses_norms:
             return {}
         between = reads_between_blocks(self.vllm_config)
         found = {

@@ -1,9 +1,9 @@
-"""The ops that tLLM puts into a model's graph: a tap, and a tap with the norm that reads it."""
+"""The ops that tLLM puts into a model's graph: a tap, a tap with the norm that reads it, and with
+the FP8 numbers that are made of what it normed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from tllm.runtime.kernels.backend import INTERPRETED
 _INTERPRETED_ROWS = 3
 
 
-def _on_cpu(kernel: ModuleType, descriptor: int) -> Callable[..., Any]:
+def _on_cpu(
+    launch: Callable[..., Any], reference: Callable[..., Any], descriptor: int
+) -> Callable[..., Any]:
     """A kernel's reference; the kernel itself where it is interpreted and that is fast enough.
 
     Args:
@@ -29,7 +31,7 @@ def _on_cpu(kernel: ModuleType, descriptor: int) -> Callable[..., Any]:
         rows = stream.numel() // stream.shape[-1]
         # Launching an interpreted kernel is slow even when there is nothing to do.
         interpreted = INTERPRETED and rows <= _INTERPRETED_ROWS and int(desc[0])
-        return (kernel.launch if interpreted else kernel.reference)(stream, *others)
+        return (launch if interpreted else reference)(stream, *others)
 
     return run
 
@@ -42,6 +44,20 @@ def _tap_norm_meta(stream: torch.Tensor, *others: Any) -> tuple[torch.Tensor, to
     return stream.new_empty(stream.shape), stream.new_empty(stream.shape)
 
 
+def _tap_norm_fp8_meta(
+    stream: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given = len(others) > _SCALE and others[_SCALE] is not None
+    scales = (0,) if given else (*stream.shape[:-1], 1)
+    return (
+        stream.new_empty(stream.shape, dtype=tap_norm_kernel.FP8),
+        stream.new_empty(stream.shape),
+        stream.new_empty(scales, dtype=torch.float32),
+    )
+
+
+_SCALE = 6  # its place among the arguments behind the first
+
 _library = torch.library.Library("tllm", "FRAGMENT")
 _library.define(
     "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan,"
@@ -49,17 +65,30 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap", tap_kernel.launch, "CUDA")
-_library.impl("tap", _on_cpu(tap_kernel, 1), "CPU")
+_library.impl("tap", _on_cpu(tap_kernel.launch, tap_kernel.reference, 1), "CPU")
 _library.impl("tap", _tap_meta, "Meta")
 
 _library.define(
     "tap_norm(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc, Tensor plan,"
-    " bool check=False) -> (Tensor normed, Tensor residual)",
+    " bool check=False, bool plus_one=False) -> (Tensor normed, Tensor residual)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap_norm", tap_norm_kernel.launch, "CUDA")
-_library.impl("tap_norm", _on_cpu(tap_norm_kernel, 3), "CPU")
+_library.impl("tap_norm", _on_cpu(tap_norm_kernel.launch, tap_norm_kernel.reference, 3), "CPU")
 _library.impl("tap_norm", _tap_norm_meta, "Meta")
+
+_library.define(
+    "tap_norm_fp8(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc,"
+    " Tensor plan, bool check=False, Tensor? scale=None, bool plus_one=False)"
+    " -> (Tensor numbers, Tensor residual, Tensor scale)",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("tap_norm_fp8", tap_norm_kernel.launch_fp8, "CUDA")
+_library.impl(
+    "tap_norm_fp8", _on_cpu(tap_norm_kernel.launch_fp8, tap_norm_kernel.reference_fp8, 3), "CPU"
+)
+_library.impl("tap_norm_fp8", _tap_norm_fp8_meta, "Meta")
 
 tap = torch.ops.tllm.tap
 tap_norm = torch.ops.tllm.tap_norm
+tap_norm_fp8 = torch.ops.tllm.tap_norm_fp8

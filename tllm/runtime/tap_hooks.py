@@ -69,7 +69,7 @@ def unless(resting: Sequence[bool], number: int, hook: Hook) -> Hook:
     return hook_unless
 
 
-def tapped_norm(eps: float, name: str, *, check: bool = False) -> Any:
+def tapped_norm(eps: float, name: str, *, check: bool = False, plus_one: bool = False) -> Any:
     """The `forward` of a norm that taps what it adds up."""
 
     def forward(self: Any, stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -79,7 +79,8 @@ def tapped_norm(eps: float, name: str, *, check: bool = False) -> Any:
                 "start the engine with fuse_norms=False, and report this model"
             )
         descriptor, plan = getattr(self, name), getattr(self, PLAN_BUFFER)
-        return torch.ops.tllm.tap_norm(stream, residual, self.weight, eps, descriptor, plan, check)
+        given = stream, residual, self.weight, eps, descriptor, plan, check, plus_one
+        return torch.ops.tllm.tap_norm(*given)
 
     return forward
 

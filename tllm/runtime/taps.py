@@ -27,11 +27,15 @@ class AddedNorm:
     """A norm over the sum of a stream and a residual: `weight x / sqrt(mean(x^2) + eps)`.
 
     Its `forward(stream, residual)` returns the normed rows and the sum.
+
+    Attributes:
+        plus_one: `1 + weight` is in the place of `weight`.
     """
 
     module: torch.nn.Module
     """Has the `weight`, `[hidden]`."""
     eps: float
+    plus_one: bool = False
 
 
 def compile_digest(points: Iterable[str], dtype: torch.dtype, fuse_norms: bool) -> str:
@@ -39,7 +43,7 @@ def compile_digest(points: Iterable[str], dtype: torch.dtype, fuse_norms: bool) 
     baked = {
         "layout": LAYOUT_VERSION,
         "descriptor": DESCRIPTOR_WIDTH,
-        "ops": [str(op.default._schema) for op in (ops.tap, ops.tap_norm)],
+        "ops": [str(op.default._schema) for op in (ops.tap, ops.tap_norm, ops.tap_norm_fp8)],
         "fuse_norms": fuse_norms and HAS_TRITON,
         "points": sorted(points),
         "dtype": str(dtype),
@@ -132,7 +136,8 @@ class Taps:
             module.register_buffer(PLAN_BUFFER, self.plan, persistent=False)
             check = key in self.checked
             if norm is not None:
-                module.forward = MethodType(tapped_norm(norm.eps, name, check=check), module)
+                forward = tapped_norm(norm.eps, name, check=check, plus_one=norm.plus_one)
+                module.forward = MethodType(forward, module)
             else:
                 hook = hook_of(site, name, self.hidden_size, self.dtype, check=check)
                 if self.device.type == "cpu":

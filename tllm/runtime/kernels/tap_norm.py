@@ -1,11 +1,18 @@
 """A tap and the norm that reads it next, as one kernel: the tap costs no launch of its own.
 
     x = stream + residual, changed as the tap says
-    normed = weight * x / sqrt(mean(x^2) + eps)
+    normed = weight * x / sqrt(mean(x^2) + eps), with Gemma's norms (1 + weight) in its place
 
 in float32, and rounded to the model's dtype at the end, as torch.compile computes the formula of
 vLLM's `fused_add_rms_norm`. Only the order in which the squares are summed is our own; it is the
 same in every batch.
+
+Where linear layers multiply FP8 numbers, those of a normed row are made here, too:
+
+    scale = max(max |normed| / 448, 1 / (448 * 512)), of each row; or one that the model brings
+    numbers = normed / scale, between -448 and 448, rounded to e4m3
+
+from what is normed in float32, as torch.compile computes the formula of vLLM's `QuantFP8`.
 """
 
 from __future__ import annotations
@@ -14,6 +21,16 @@ import torch
 
 from tllm.runtime.kernels import tap
 from tllm.runtime.kernels.backend import HAS_TRITON
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+"""That numbers of FP8 have."""
+LEAST_SCALE = 1 / (LARGEST * 512)
+"""Of a row of small numbers."""
+
+_PLAIN, _ROW, _GIVEN = range(3)
+"""Of the kernel: normed rows in the model's dtype, or FP8 numbers with a scale of each row's own or
+one that is given."""
 
 if HAS_TRITON:
     import triton
@@ -28,14 +45,40 @@ if HAS_TRITON:
         sequence_of,
     )
 
+    _LARGEST_NUMBER = tl.constexpr(LARGEST)
+    _LEAST = tl.constexpr(LEAST_SCALE)
+    _NO_SCALE = tl.constexpr(_PLAIN)
+    _OWN_SCALE = tl.constexpr(_ROW)
+
     @triton.jit
-    def _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN: tl.constexpr):
+    def _finish(
+        x,
+        weight,
+        row,
+        normed_ptr,
+        sum_ptr,
+        scale_ptr,
+        offsets,
+        inside,
+        eps,
+        HIDDEN: tl.constexpr,
+        FORM: tl.constexpr,
+        PLUS_ONE: tl.constexpr,
+    ):
         """Norm a sum, and store both."""
-        dtype: tl.constexpr = sum_ptr.dtype.element_ty
         at = row * HIDDEN + offsets
-        tl.store(sum_ptr + at, x.to(dtype), mask=inside)
+        tl.store(sum_ptr + at, x.to(sum_ptr.dtype.element_ty), mask=inside)
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
-        tl.store(normed_ptr + at, (x * weight.to(tl.float32)).to(dtype), mask=inside)
+        x *= weight.to(tl.float32) + 1.0 if PLUS_ONE else weight.to(tl.float32)
+        if FORM != _NO_SCALE:
+            if FORM == _OWN_SCALE:
+                scale = tl.maximum(tl.max(tl.abs(x), axis=0) / _LARGEST_NUMBER, _LEAST)
+                tl.store(scale_ptr + row, scale)
+            else:
+                scale = tl.load(scale_ptr)
+            x *= 1.0 / scale
+            x = tl.minimum(tl.maximum(x, -_LARGEST_NUMBER), _LARGEST_NUMBER)
+        tl.store(normed_ptr + at, x.to(normed_ptr.dtype.element_ty), mask=inside)
 
     @triton.jit(do_not_specialize=["plan_stride", "eps"])
     def _tap_norm_kernel(
@@ -44,6 +87,7 @@ if HAS_TRITON:
         weight_ptr,
         normed_ptr,
         sum_ptr,
+        scale_ptr,
         desc_ptr,
         plan_ptr,
         plan_stride,
@@ -52,6 +96,8 @@ if HAS_TRITON:
         eps,
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
+        FORM: tl.constexpr,
+        PLUS_ONE: tl.constexpr,
         CHECK: tl.constexpr,
         AHEAD: tl.constexpr,
         EARLY: tl.constexpr,
@@ -83,7 +129,20 @@ if HAS_TRITON:
             if wanted < 0:
                 # It waits for its own instructions, too: these lie side by side.
                 plain = x.to(tl.float32) + residual.to(tl.float32)
-                _finish(plain, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
+                _finish(
+                    plain,
+                    weight,
+                    row,
+                    normed_ptr,
+                    sum_ptr,
+                    scale_ptr,
+                    offsets,
+                    inside,
+                    eps,
+                    HIDDEN,
+                    FORM,
+                    PLUS_ONE,
+                )
                 return
             found = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
             ahead = (found, _first_vector(tables[1], found, offsets, inside, HIDDEN))
@@ -111,7 +170,20 @@ if HAS_TRITON:
                 x, changed = checked(x, changed, desc_ptr, sequence)
         if not AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-        _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
+        _finish(
+            x,
+            weight,
+            row,
+            normed_ptr,
+            sum_ptr,
+            scale_ptr,
+            offsets,
+            inside,
+            eps,
+            HIDDEN,
+            FORM,
+            PLUS_ONE,
+        )
 
 
 _WIDEST = 8192
@@ -138,20 +210,72 @@ def launch(
     desc: torch.Tensor,
     plan: torch.Tensor,
     check: bool = False,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel over the rows of `stream` and `residual` (`[..., hidden]`).
 
     Args:
         check: as of a tap.
+        plus_one: rows are multiplied with one more than `weight`.
 
     Returns the normed rows and the sum, which is the next residual.
     """
-    hidden = stream.shape[-1]
-    num_rows = stream.numel() // hidden
     normed = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
     added = torch.empty_like(normed)
+    _run(stream, residual, weight, eps, desc, plan, check, plus_one, normed, added, None, _PLAIN)
+    return normed, added
+
+
+def launch_fp8(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    check: bool = False,
+    scale: torch.Tensor | None = None,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same, and the FP8 numbers of the normed rows in their place.
+
+    Args:
+        scale: float32, one number for all rows; None: each row has its own.
+
+    Returns the numbers (e4m3), the sum, and the scales, float32 `[..., 1]`, or an empty tensor
+    where one was given.
+    """
+    numbers = torch.empty(stream.shape, dtype=FP8, device=stream.device)
+    added = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+    found = stream.new_empty(_scales(stream, scale), dtype=torch.float32)
+    form, scales = (_ROW, found) if scale is None else (_GIVEN, scale)
+    _run(stream, residual, weight, eps, desc, plan, check, plus_one, numbers, added, scales, form)
+    return numbers, added, found
+
+
+def _scales(stream: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+    """The shape of what is found of scales."""
+    return (*stream.shape[:-1], 1) if scale is None else (0,)
+
+
+def _run(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    check: bool,
+    plus_one: bool,
+    normed: torch.Tensor,
+    added: torch.Tensor,
+    scales: torch.Tensor | None,
+    form: int,
+) -> None:
+    hidden = stream.shape[-1]
+    num_rows = stream.numel() // hidden
     if num_rows == 0:
-        return normed, added
+        return
     block = triton.next_power_of_2(hidden)
     chosen = tap.options(num_rows, stream.device)
     if block <= _WIDEST and torch.version.cuda is not None:
@@ -162,6 +286,7 @@ def launch(
         weight,
         normed,
         added,
+        scales,
         desc,
         plan,
         plan.stride(0),
@@ -170,11 +295,12 @@ def launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
+        FORM=form,
+        PLUS_ONE=plus_one,
         CHECK=check,
         num_warps=warps(block),
         **chosen,
     )
-    return normed, added
 
 
 def reference(
@@ -185,11 +311,47 @@ def reference(
     desc: torch.Tensor,
     plan: torch.Tensor,
     check: bool = False,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel in PyTorch, for host tensors."""
+    normed, added = _normed(stream, residual, weight, eps, desc, plan, check, plus_one)
+    return normed.to(stream.dtype), added
+
+
+def reference_fp8(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    check: bool = False,
+    scale: torch.Tensor | None = None,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of `launch_fp8`."""
+    normed, added = _normed(stream, residual, weight, eps, desc, plan, check, plus_one)
+    found = stream.new_empty(_scales(stream, scale), dtype=torch.float32)
+    if scale is None:
+        scale = found.copy_((normed.abs().amax(-1, keepdim=True) / LARGEST).clamp(LEAST_SCALE))
+    numbers = (normed * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
+    return numbers, added, found
+
+
+def _normed(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    check: bool,
+    plus_one: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normed rows in float32, and the sum."""
     stream, residual = stream.clone(), residual.clone()
     tap.reference(stream, residual, desc, plan, check)
     x = stream.float() + residual.float()
     added = x.to(stream.dtype)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (x * weight.float()).to(stream.dtype), added
+    return x * (weight.float() + 1.0 if plus_one else weight.float()), added

@@ -1,0 +1,217 @@
+"""Norms of quantized models, each as one kernel with the tap before it and, where linear layers
+multiply FP8 numbers, with those that are made of its rows.
+
+Of a model in FP8, torch.compile makes one kernel of a norm and of the quantization behind it. So
+that a tap costs no launch there either, a pass over the compiler's graph puts one of ours in the
+place of `tap_norm` with vLLM's `QuantFP8` behind it. Where it finds something else behind a norm,
+nothing is changed: the norm's rows are rounded to the model's dtype, and quantized then, as vLLM
+does without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.platforms import current_platform
+
+from tllm.engine.seams import overrides, uses
+
+_FUSED = "a tap and a norm are computed together with the FP8 numbers that are made of its rows"
+uses("vllm.compilation.passes.inductor_pass.InductorPass", "hash_source", _FUSED)
+uses(
+    "vllm.model_executor.layers.quantization.input_quant_fp8",
+    "QuantFP8",
+    _FUSED,
+    takes="static group_shape compile_native",
+)
+uses(
+    "vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8",
+    "forward_native",
+    _FUSED,
+    takes="x scale",
+)
+uses("vllm.platforms.interface.Platform", "pass_key", _FUSED)
+uses(
+    "vllm.model_executor.layers.quantization.utils.quant_utils.GroupShape",
+    "PER_TOKEN PER_TENSOR",
+    _FUSED,
+)
+uses("vllm.config", "CompilationMode", _FUSED)
+uses("vllm.config.CompilationConfig", "inductor_compile_config pass_config mode backend", _FUSED)
+
+_FORMATS = {"compressed-tensors"}
+"""Whose linear layers quantize their input not at all, by a kernel of their own, or by `QuantFP8`:
+what the norm before them gives is rounded to the model's dtype, or matched here. Others are not
+listed until they were compared on a GPU."""
+
+
+def can_fuse(vllm_config: Any) -> bool:
+    """Whether norms of this quantized model are computed as vLLM does, if with their taps.
+
+    Not where vLLM itself puts other kernels in the place of norms with what follows them, or where
+    somebody else's pass has the only place for one.
+    """
+    compiling = vllm_config.compilation_config
+    quantized = vllm_config.quant_config
+    return (
+        quantized is not None
+        and quantized.get_name() in _FORMATS
+        and compiling.mode == CompilationMode.VLLM_COMPILE
+        and compiling.backend == "inductor"
+        and not compiling.pass_config.fuse_norm_quant
+        and isinstance(_pass_of(compiling), QuantizedNorms | None)
+    )
+
+
+def fuse(vllm_config: Any) -> None:
+    """Have the compiler compute FP8 numbers with the norms that taps are part of. Before the model
+    is made, which takes a copy of the compiler's options."""
+    compiling = vllm_config.compilation_config
+    compiling.inductor_compile_config[_key()] = QuantizedNorms(vllm_config)
+
+
+def _pass_of(compiling: Any) -> Any:
+    return compiling.inductor_compile_config.get(_key())
+
+
+def _key() -> str:
+    """Of the passes over a graph that is ready to be lowered, in the compiler's options."""
+    return str(current_platform.pass_key)
+
+
+class QuantizedNorms(InductorPass):  # type: ignore[misc]
+    """Puts `tap_norm_fp8` in the place of `tap_norm` and what `QuantFP8` makes of its rows.
+
+    Attributes:
+        matched: how often, in all graphs.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.matched = 0
+        self._patterns = PatternMatcherPass(pass_name="tllm_quantized_norms")
+        dtype = vllm_config.model_config.dtype
+        with set_current_vllm_config(vllm_config, check_compile=False), FakeTensorMode():
+            by_row = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, compile_native=False)
+            given = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=False)
+            scale = torch.empty(1, dtype=torch.float32)
+            for plus_one in (False, True):
+                self._register(*_with_own_scales(by_row, plus_one), _examples(dtype))
+                examples = [*_examples(dtype), scale]
+                self._register(*_with_given_scale(given, plus_one), examples)
+
+    def _register(
+        self,
+        pattern: Callable[..., Any],
+        replacement: Callable[..., Any],
+        examples: list[torch.Tensor],
+    ) -> None:
+        register_replacement(
+            pattern,
+            replacement,
+            examples,
+            fwd_only,
+            self._patterns,
+            scalar_workaround={"eps": _ANY_EPS},
+        )
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change a graph in place."""
+        self.matched += self._patterns.apply(graph)
+
+    def __deepcopy__(self, memo: Any) -> QuantizedNorms:
+        """vLLM copies the compiler's options, of which this is one."""
+        return self
+
+    @overrides(
+        "vllm.compilation.passes.inductor_pass.InductorPass.uuid", "the compiler's cache knows it"
+    )
+    def uuid(self) -> Any:
+        """What the compiler's cache tells it apart by."""
+        return self.hash_source(type(self), _with_own_scales, _with_given_scale)
+
+
+_ANY_EPS = 1.25e-6
+"""Stands for whatever a norm has, where a pattern is traced; nowhere else in it is this number."""
+
+
+def _examples(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Stream, residual, weight, descriptor and plan, of any size."""
+    rows = torch.empty(5, 16, dtype=dtype), torch.empty(5, 16, dtype=dtype)
+    words = torch.empty(64, dtype=torch.int64), torch.empty(8, 5, dtype=torch.int32)
+    return [*rows, torch.empty(16, dtype=dtype), *words]
+
+
+def _with_own_scales(
+    quantize: Any, plus_one: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What is looked for, and what is put there, where each row has a scale of its own."""
+
+    def pattern(
+        stream: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        desc: torch.Tensor,
+        plan: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        asked = stream, residual, weight, eps, desc, plan, False, plus_one
+        normed, added = torch.ops.tllm.tap_norm(*asked)
+        numbers, scale = quantize.forward_native(normed)
+        return numbers, added, scale
+
+    def replacement(
+        stream: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        desc: torch.Tensor,
+        plan: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        asked = stream, residual, weight, eps, desc, plan, False, None, plus_one
+        numbers, added, scale = torch.ops.tllm.tap_norm_fp8(*asked)
+        return numbers, added, scale
+
+    return pattern, replacement
+
+
+def _with_given_scale(
+    quantize: Any, plus_one: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The same where the model brings one scale for all rows."""
+
+    def pattern(
+        stream: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        desc: torch.Tensor,
+        plan: torch.Tensor,
+        scale: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        asked = stream, residual, weight, eps, desc, plan, False, plus_one
+        normed, added = torch.ops.tllm.tap_norm(*asked)
+        numbers, _ = quantize.forward_native(normed, scale)
+        return numbers, added
+
+    def replacement(
+        stream: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        desc: torch.Tensor,
+        plan: torch.Tensor,
+        scale: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        asked = stream, residual, weight, eps, desc, plan, False, scale, plus_one
+        numbers, added, _ = torch.ops.tllm.tap_norm_fp8(*asked)
+        return numbers, added
+
+    return pattern, replacement
