@@ -175,6 +175,16 @@ class Engine:
         return list(dict.fromkeys(point for point, _ in self.places))
 
     @contextmanager
+    def few_blocks(self) -> Iterator[None]:
+        """Half of the KV cache is taken: sequences preempt each other."""
+        pool = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() // 2)
+        try:
+            yield
+        finally:
+            pool.free_blocks(taken)
+
+    @contextmanager
     def consumers(self, *, writer: bool = False) -> Iterator[None]:
         """Registers a gatherer for each phase, and the writer if asked to."""
         made: list[Consumer] = [
@@ -370,17 +380,21 @@ def serving(
     *,
     seeded: bool,
     roomy: bool = False,
+    wide: bool = False,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """An engine in this process, gone afterwards with all it held.
 
     Its KV cache is as small as the family allows, so that sequences preempt each other; where it is
-    `roomy`, vLLM chooses its blocks and whether prefixes are cached.
+    `roomy`, vLLM chooses its blocks and whether prefixes are cached. A `wide` one has twice as many
+    blocks and sequences, which half as many passes compute.
     """
     # These have sliding and full attention: three groups of layers, each with blocks of its own.
     # One sequence needs 14 and the null block where steps are scheduled ahead.
     blocks = {"gemma2": 15, "gemma3": 15, "gemma3n": 15, "exaone4": 15}.get(family, 7)
     given = {**ENGINE, "num_gpu_blocks_override": blocks}
+    if wide:
+        given |= {"num_gpu_blocks_override": 2 * blocks - 1, "max_num_seqs": 16}  # one is null
     if roomy:
         given = {name: value for name, value in ENGINE.items() if name not in SMALL}
     llm = LLM(str(checkpoint), **given, **engine_arguments(family), **arguments)

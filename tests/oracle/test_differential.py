@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -54,6 +55,7 @@ def engine(request: pytest.FixtureRequest, reference: ReferenceProcess) -> Itera
         reference,
         reference.checkpoint(family),
         seeded=RUNNER == "v2",
+        wide=RUNNER == "v1",  # interpreted kernels run in small passes only
         dtype="float32",
         enforce_eager=mode == "eager",
     ) as served:
@@ -81,7 +83,8 @@ def assert_agrees(report: Report) -> None:
 def test_rows_and_tokens_of_a_mixed_batch_are_those_of_transformers(
     engine: Engine, accepted: Tolerance
 ) -> None:
-    with engine.consumers():
+    crowded = nullcontext() if RUNNER == "v2" else engine.few_blocks()
+    with engine.consumers(), crowded:
         for _ in range(1 if RUNNER == "v2" else 2):
             report = engine.compare(mixed_batch(prompts_of(engine.vocab), CHUNK), accepted)
             assert_agrees(report)
