@@ -423,7 +423,8 @@ def _steering(read: Mapping[str, Any]) -> RequestSteering | None:
         if not endings:
             return None
     where = read.get("steering_positions", EVERYWHERE)
-    asked = RequestSteering(reduce(Tiers.joined, tiers, Tiers()), modules, where, endings)
+    joined = reduce(Tiers.joined, tiers) if tiers else Tiers()
+    asked = RequestSteering(joined, modules, where, endings)
     asked.hash()
     return asked
 

@@ -182,6 +182,103 @@ def packed(**given):
     return {"dtype": "float32", "shape": [1, 3], "layer_indices": [4], "data": data, **given}
 
 
+FORMS_OF_ENTRIES = {
+    "bare": lambda vector: vector,
+    "mapping": lambda vector: {"vector": vector},
+    "listed": lambda vector: [{"vector": vector, "method": "add"}],
+    "direction": lambda vector: [{"vector": vector, "method": "norm_match", "scale": 2}],
+    "tensor": lambda vector: {"vector": torch.from_numpy(vector), "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_ENTRIES)
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (np.array([1, math.nan, 2, 3], np.float32), "has values that are NaN, infinite"),
+        (np.array([1, math.inf, 2, 3], np.float32), "has values that are NaN, infinite"),
+        (np.array([1, -math.inf, 2, 3], np.float32), "has values that are NaN, infinite"),
+        (np.array([-math.nan] * 4, np.float32), "has values that are NaN, infinite"),
+        (np.ones((1, 4), np.float32), r"has shape \[1, 4\]; give one vector \[hidden\]"),
+        (np.zeros(0, np.float32), r"has shape \[0\]; give one vector \[hidden\]"),
+        (np.array([True] * 4), "is not an array of numbers"),
+    ],
+)
+def test_a_bad_vector_among_good_ones_is_the_one_that_is_named(form, bad, says):
+    entry = FORMS_OF_ENTRIES[form]
+    layers = {layer: entry(np.full(4, layer + 1, np.float32)) for layer in range(8)}
+    assert len([*Tiers.parse(vectors={"post_block": layers})]) == 8
+    layers[5] = entry(bad)
+    with pytest.raises(ValueError, match=rf"^field\['post_block'\]\[5\] {says}"):
+        Tiers.parse(vectors={"mlp_out": {1: V}, "post_block": layers}, names={"vectors": "field"})
+
+
+def test_entries_that_are_read_together_are_what_each_is_alone():
+    generator = np.random.default_rng(0)
+    positions = {"ranges": [[1, 2]]}
+    when = {"probe": {"hook": "pre_attn", "layer": 0, "vector": V}, "above": 0.0}
+    says = [
+        {},
+        {},
+        {"scale": 2.0},
+        {"scale": 2.0},
+        {"scale": -0.0},
+        {"scale": 0.0},
+        {"method": "norm_match"},
+        {"method": "norm_match"},
+        {"positions": positions},
+        {"positions": positions},
+        {"positions": "last_prompt"},
+        {"when": when},
+        {"when": when},
+        {"method": "clamp", "max": 1.0},
+        {"method": "clamp", "max": 2.0},
+        {"scale": 1.0, "method": "add"},
+        {"method": "add", "scale": 1.0},
+        {},
+    ]
+    given = [{"vector": generator.standard_normal(3, dtype=np.float32)} | each for each in says]
+    together = [*Tiers.parse(vectors={"mlp_in": {3: given}})]
+    alone = [only(Tiers.parse(vectors={"mlp_in": {3: each}})) for each in given]
+    listed = [{**each, "vector": each["vector"].tolist()} for each in given]
+    for others in (alone, Tiers.parse(vectors={"mlp_in": {3: listed}})):
+        for ours, theirs in zip(together, others, strict=True):
+            assert ours.key == theirs.key
+            assert ours.coefficients.content == theirs.coefficients.content
+            assert (ours.name, ours.largest, ours.reach) == (
+                theirs.name,
+                theirs.largest,
+                theirs.reach,
+            )
+            assert ours.vector.tolist() == theirs.vector.tolist()
+            assert not ours.vector.flags.writeable
+
+
+def test_what_is_read_is_another_array_than_what_was_given():
+    given = {layer: np.full(3, 1 + layer, np.float32) for layer in range(3)}
+    for form in FORMS_OF_ENTRIES.values():
+        found = [*Tiers.parse(vectors={"mlp_in": {at: form(each) for at, each in given.items()}})]
+        for entry, each in zip(found, given.values(), strict=True):
+            assert not np.shares_memory(entry.vector, each)
+            assert each.flags.writeable
+
+
+def test_vectors_that_differ_in_one_bit_have_other_digests():
+    vector = np.zeros(3584, np.float32)
+    vectors = [vector]
+    for place in (0, 1, 255, 256, 2047, 2048, 3583):
+        for bit in (0, 31):
+            other = vector.copy()
+            other.view(np.uint32)[place] |= np.uint32(1 << bit)
+            vectors.append(other)
+    found = [*Tiers.parse(vectors={"mlp_in": dict(enumerate([*vectors, vector.copy()]))})]
+    digests = [entry.digest for entry in found]
+    assert digests[0] == digests[-1]
+    assert len({*digests}) == len(vectors)
+    groups = [compose([Tiers.parse(vectors={"mlp_in": {0: each}})]) for each in vectors[1:]]
+    assert len({group.digest for (group,) in groups}) == len(vectors) - 1
+
+
 @pytest.mark.parametrize("scales", [[0.0], (0.0,), np.array([0.0]), torch.zeros(1)])
 def test_packed_scales_are_what_was_given(scales):
     entry = only(Tiers.parse(vectors={"post_block": packed(scales=scales)}))

@@ -192,16 +192,19 @@ class SteeringGroup:
             numbers: of the conditions of the request; theirs are all known.
         """
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
+        operations: list[tuple[str, int | None, str, OperationForm]] = []
+        vectors: dict[str, FloatArray] = {}
         for entry in entries:
-            reach[entry.point.value, entry.layer] += entry.reach
-        operations = tuple((e.point.value, e.layer, e.digest, e.coefficients) for e in entries)
-        vectors = {e.digest: e.vector for e in entries}
+            hook, layer, digest = entry.point.value, entry.layer, entry.digest
+            reach[hook, layer] += entry.reach
+            operations.append((hook, layer, digest, entry.coefficients))
+            vectors[digest] = entry.vector
         if all(e.when is None for e in entries):
-            return cls(phase, positions, operations, vectors, reach)
+            return cls(phase, positions, tuple(operations), vectors, reach)
         of_each = tuple(-1 if e.when is None else numbers.number(e.when) for e in entries)
         gates = GroupGates(of_each, numbers.gates(number for number in of_each if number >= 0))
         vectors |= numbers.of(gates.judged)
-        return cls(phase, positions, operations, vectors, reach, gates)
+        return cls(phase, positions, tuple(operations), vectors, reach, gates)
 
     @staticmethod
     def check_limits(groups: Sequence[SteeringGroup], what: str, max_reach: float) -> None:

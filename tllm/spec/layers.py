@@ -156,6 +156,8 @@ class Layers:
 
 def layer_numbered(given: Any, name: str) -> int:
     """One layer's number: an index, which a key of JSON gives as text, or `"last"`."""
+    if type(given) is int and -(2**31) < given < 2**31:  # as most are
+        return given
     given = own_numbers(given)
     if isinstance(given, str) and given.strip() == "last":
         return -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -52,6 +52,21 @@ class SteeringMethod:
         default_factory=lambda: {"vector": ("hidden",)}
     )
     optional: frozenset[str] = frozenset()
+
+    @cached_property
+    def needed(self) -> tuple[str, ...]:
+        """Arrays that must be given."""
+        return tuple(key for key in self.arrays if key not in self.optional)
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """All that an entry may have."""
+        return frozenset(("method", "positions", "when", *self.arrays, *self.parameters))
+
+    @cached_property
+    def takes_one_vector(self) -> bool:
+        """Whether that is its only array."""
+        return dict(self.arrays) == {"vector": ("hidden",)}
 
 
 def _along(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -264,17 +264,33 @@ def float_array(given: Any, name: str) -> FloatArray:
     return array
 
 
-def stacked_rows(given: Sequence[Any]) -> FloatArray | None:
-    """A copy `[vectors, hidden]` of float32 arrays or tensors `[hidden]` of one width; None where
-    any is something else, or has numbers that are not finite."""
-    arrays = [each if isinstance(each, np.ndarray) else _of_tensor(each) for each in given]
+class FiniteVector(NamedTuple):
+    """A vector that was read and has no numbers that are NaN or infinite.
+
+    Attributes:
+        numbers: float32 `[hidden]`, not to be written to.
+        largest: the largest absolute value.
+    """
+
+    numbers: FloatArray
+    largest: float
+
+
+def vectors_together(given: Sequence[Any]) -> list[FiniteVector] | None:
+    """Copies of float32 arrays or tensors `[hidden]` of one width, made in a few calls for all of
+    them; None where any is something else, or has numbers that are not finite."""
+    arrays = [np.asarray(e) if isinstance(e, np.ndarray) else _of_tensor(e) for e in given]
     alike = [each for each in arrays if each is not None and each.dtype == np.float32]
-    if len(alike) < len(arrays) or {each.ndim for each in alike} != {1}:
+    if len(alike) < len(arrays) or len({each.shape for each in alike}) != 1:
         return None
-    if len({len(each) for each in alike}) > 1 or not len(alike[0]):
+    if alike[0].ndim != 1 or not alike[0].size:
         return None
-    rows = np.stack(alike)
-    return rows if np.isfinite(rows).all() else None
+    rows = np.array(alike)
+    largest = np.maximum(rows.max(1), -rows.min(1))
+    if not np.isfinite(largest).all():  # so that none of its row's numbers is NaN, either
+        return None
+    rows.setflags(write=False)
+    return [*map(FiniteVector, rows, largest.tolist())]
 
 
 def _of_tensor(given: Any) -> npt.NDArray[Any] | None:

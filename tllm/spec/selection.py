@@ -211,7 +211,7 @@ class Selection:
 
     @cached_property
     def everything(self) -> bool:
-        return self == Selection()
+        return self is EVERYWHERE or self == EVERYWHERE
 
     @property
     def media(self) -> tuple[MediaItem, ...]:

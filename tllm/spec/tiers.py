@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conditions import Condition, NamedCondition
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import layer_numbered
-from tllm.spec.methods import METHODS, SteeringMethod, adding
+from tllm.spec.methods import METHODS, SteeringMethod
 from tllm.spec.operations import OperationForm
 from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.reading import (
+    FiniteVector,
     FloatArray,
     allow_keys,
     digest_of,
@@ -28,7 +29,7 @@ from tllm.spec.reading import (
     hook_named,
     require_one_of,
     scalar,
-    stacked_rows,
+    vectors_together,
     whole_number,
 )
 from tllm.spec.selection import EVERYWHERE, Selection
@@ -288,44 +289,26 @@ def _entries(
                     f"{of_hook} has the keys {list(layers)!r:.60}, but {point.value} belongs to no "
                     "layer; give the entry itself in the place of {layer: entry}"
                 )
+            reader = _EntryReader(point, method, conditions)
             for entry in _listed(layers):
-                yield _entry(entry, f"{of_hook}", point, None, method, conditions)
+                yield reader.read(entry, of_hook, None)
             continue
         by_layer = [*_by_layer(layers, of_hook, conditions)]
         if not by_layer:
             raise ValueError(f"{of_hook} has no rows; give some, or leave the hook point out")
         num_layers = counted if isinstance(layers, Mapping) else len(by_layer)
-        if method == "add" and (rows := stacked_rows([each for _, each in by_layer])) is not None:
-            numbers = [layer for layer, _ in by_layer]
-            yield from _added(rows, numbers, point, of_hook, num_layers)
-            continue
-        for layer, at_layer in by_layer:
-            for entry in _listed(at_layer):
-                made = _entry(entry, f"{of_hook}[{layer}]", point, layer, method, conditions)
-                yield made if num_layers is None else replace(made, num_layers=num_layers)
+        reader = _EntryReader(point, method, conditions, num_layers)
+        listed = [(layer, entry) for layer, at_layer in by_layer for entry in _listed(at_layer)]
+        vectors = _read_together([entry for _, entry in listed])
+        for (layer, entry), vector in zip(listed, vectors, strict=True):
+            yield reader.read(entry, f"{of_hook}[{layer}]", layer, vector)
 
 
-def _added(
-    rows: FloatArray,
-    layers: Sequence[int],
-    point: HookPoint,
-    of_hook: str,
-    num_layers: int | None,
-) -> Iterator[SteeringEntry]:
-    """Entries that add vectors, and say nothing but these: read together, since they are many.
-
-    Args:
-        rows: `[layers, hidden]`, finite.
-        num_layers: of each entry.
-    """
-    rows.setflags(write=False)
-    largest = np.maximum(rows.max(1), -rows.min(1)).tolist()
-    for layer, row, most in zip(layers, rows, largest, strict=True):
-        name = f"{of_hook}[{layer}]"
-        adds = adding(1.0)
-        entry = SteeringEntry(name, point, layer, row, adds, EVERYWHERE, num_layers=num_layers)
-        vars(entry)["largest"] = most  # as the property would find
-        yield entry
+def _read_together(entries: Sequence[Any]) -> Sequence[FiniteVector | None]:
+    """The vector of each entry; None for all where any of them has to be read by itself, if only
+    for a message to name what is wrong with it."""
+    given = [entry.get("vector") if isinstance(entry, Mapping) else entry for entry in entries]
+    return vectors_together(given) or [None] * len(entries)
 
 
 def _by_layer(given: Any, name: str, conditions: _Conditions) -> Iterator[tuple[int, Any]]:
@@ -415,37 +398,106 @@ def _listed(given: Any) -> list[Any]:
     return [given]
 
 
-def _entry(
-    given: Any,
-    name: str,
-    point: HookPoint,
-    layer: int | None,
-    default_method: str,
-    conditions: _Conditions,
-) -> SteeringEntry:
-    if not isinstance(given, Mapping):
-        given = {"vector": given}
-    named = given.get("method", default_method)
-    require_one_of(f"{name}['method']", named, METHODS)
+class _Effect(NamedTuple):
+    """What an entry does with its vector."""
+
+    coefficients: OperationForm
+    positions: Selection
+    when: Condition | None
+
+
+class _EntryReader:
+    """Reads the entries at one hook point. Most say the same as the one before, but for the vector.
+
+    Args:
+        method: of entries that name none.
+        num_layers: of each entry.
+    """
+
+    def __init__(
+        self,
+        point: HookPoint,
+        method: str,
+        conditions: _Conditions,
+        num_layers: int | None = None,
+    ) -> None:
+        self._point = point
+        self._method = method
+        self._conditions = conditions
+        self._num_layers = num_layers
+        #: The last that does what it does with its vector as it was given.
+        self._before: tuple[Mapping[str, Any], _Effect] | None = None
+
+    def read(
+        self, given: Any, name: str, layer: int | None, vector: FiniteVector | None = None
+    ) -> SteeringEntry:
+        """One entry.
+
+        Args:
+            vector: its vector, where that was read before.
+        """
+        if not isinstance(given, Mapping):
+            given = {"vector": given}
+        if vector is None:
+            numbers, effect = self._whole(given, name, None)
+            return SteeringEntry(name, self._point, layer, numbers, *effect, self._num_layers)
+        if self._before is not None and _differ_in_vector(given, self._before[0]):
+            numbers, effect = vector.numbers, self._before[1]
+        else:
+            numbers, effect = self._whole(given, name, vector.numbers)
+        entry = SteeringEntry(name, self._point, layer, numbers, *effect, self._num_layers)
+        if numbers is vector.numbers:
+            vars(entry)["largest"] = vector.largest  # as the property would find
+            self._before = given, effect
+        return entry
+
+    def _whole(
+        self, given: Mapping[str, Any], name: str, vector: FloatArray | None
+    ) -> tuple[FloatArray, _Effect]:
+        """An entry's vectors, and what it does with them.
+
+        Args:
+            vector: its vector, where that was read before.
+        """
+        method = _method(given, name, self._method)
+        if vector is not None and method.takes_one_vector:
+            arrays = {"vector": vector}
+        else:
+            arrays = _arrays(given, name, method)
+        parameters = _parameters(given, name, method)
+        try:
+            vectors, coefficients = method.operation(arrays, parameters)
+        except ValueError as error:
+            between = "" if str(error).startswith("[") else " "
+            raise ValueError(f"{name}{between}{error}") from None
+        vectors.setflags(write=False)
+        positions = EVERYWHERE
+        if given.get("positions") is not None:
+            positions = Selection.parse(given["positions"], f"{name}['positions']")
+        when = self._conditions.read(given.get("when"), name)
+        return vectors, _Effect(coefficients, positions, when)
+
+
+def _differ_in_vector(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two entries have the very same objects, but for their vectors."""
+    if given.keys() != other.keys():
+        return False
+    return all(given[key] is value for key, value in other.items() if key != "vector")
+
+
+def _method(given: Mapping[str, Any], name: str, default: str) -> SteeringMethod:
+    """The method of an entry, which has all that this needs and nothing else."""
+    named = given.get("method", default)
+    if not isinstance(named, str) or named not in METHODS:
+        require_one_of(f"{name}['method']", named, METHODS)
     method = METHODS[named]
-    if missing := [key for key in method.arrays if key not in (*given, *method.optional)]:
+    if missing := [key for key in method.needed if key not in given]:
         raise ValueError(
             f"{name} has no {missing[0]!r}; give a list of numbers, an array or a tensor"
         )
-    allowed = {"method", "positions", "when", *method.arrays, *method.parameters}
-    allow_keys(given, allowed, name, named)
-    arrays, parameters = _arrays(given, name, method), _parameters(given, name, method)
-    try:
-        vector, coefficients = method.operation(arrays, parameters)
-    except ValueError as error:
-        between = "" if str(error).startswith("[") else " "
-        raise ValueError(f"{name}{between}{error}") from None
-    vector.setflags(write=False)
-    positions = EVERYWHERE
-    if given.get("positions") is not None:
-        positions = Selection.parse(given["positions"], f"{name}['positions']")
-    when = conditions.read(given.get("when"), name)
-    return SteeringEntry(name, point, layer, vector, coefficients, positions, when)
+    if not given.keys() <= method.keys:
+        allow_keys(given, method.keys, name, named)
+    return method
 
 
 def _parameters(
@@ -470,7 +522,7 @@ def _arrays(given: Mapping[str, Any], name: str, method: SteeringMethod) -> dict
     for key, shape in method.arrays.items():
         if given.get(key) is None and key in method.optional:
             continue
-        called = name if list(method.arrays) == ["vector"] else f"{name}[{key!r}]"
+        called = name if method.takes_one_vector else f"{name}[{key!r}]"
         array = float_array(given[key], called)
         wanted = [size if isinstance(size, int) else sizes.get(size) for size in shape]
         if (
