@@ -257,9 +257,11 @@ class SteeringGroup:
     @cached_property
     def digest(self) -> str:
         """Of what is done, whatever tokens it is done to."""
+        done = {id(form): form for *_, form in self.operations}  # most have one object
+        contents = {known: form.content for known, form in done.items()}
         parts = [
-            f"{hook}:{layer}:{digest}:".encode() + coefficients.content
-            for hook, layer, digest, coefficients in self.operations
+            f"{hook}:{layer}:{digest}:".encode() + contents[id(form)]
+            for hook, layer, digest, form in self.operations
         ]
         if self.gates is not None:
             judged = [gate._replace(names=()) for gate in self.gates.gates]

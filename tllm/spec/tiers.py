@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,6 +54,9 @@ OTHER_LAYERS = (
 
 _ROUGH = 16
 """How much smaller a vector may be than the smallest number that its dtype holds exactly."""
+
+_MAPPINGS, _SEQUENCES = (dict, Mapping), (list, Sequence)
+"""What most are first: to ask an abstract class takes ten times as long."""
 
 _PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """numpy has no bfloat16: its bits are the upper half of a float32's."""
@@ -304,10 +308,10 @@ def _entries(
             yield reader.read(entry, f"{of_hook}[{layer}]", layer, vector)
 
 
-def _read_together(entries: Sequence[Any]) -> Sequence[FiniteVector | None]:
+def _read_together(entries: Sequence[Mapping[str, Any]]) -> Sequence[FiniteVector | None]:
     """The vector of each entry; None for all where any of them has to be read by itself, if only
     for a message to name what is wrong with it."""
-    given = [entry.get("vector") if isinstance(entry, Mapping) else entry for entry in entries]
+    given = [entry.get("vector") for entry in entries]
     return vectors_together(given) or [None] * len(entries)
 
 
@@ -391,11 +395,15 @@ def _list(given: Mapping[str, Any], key: str, name: str) -> list[Any]:
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
-def _listed(given: Any) -> list[Any]:
-    """The entries at one place: one, or a list of mappings."""
-    if isinstance(given, Sequence) and given and all(isinstance(e, Mapping) for e in given):
-        return list(given)
-    return [given]
+def _listed(given: Any) -> list[Mapping[str, Any]]:
+    """The entries at one place, of which there may be several in a list; a vector alone is one."""
+    if isinstance(given, _MAPPINGS):
+        return [given]
+    if isinstance(given, _SEQUENCES) and given and isinstance(given[0], _MAPPINGS):
+        entries = [each for each in given if isinstance(each, _MAPPINGS)]
+        if len(entries) == len(given):
+            return entries
+    return [{"vector": given}]
 
 
 class _Effect(NamedTuple):
@@ -425,30 +433,34 @@ class _EntryReader:
         self._method = method
         self._conditions = conditions
         self._num_layers = num_layers
-        #: The last that does what it does with its vector as it was given.
-        self._before: tuple[Mapping[str, Any], _Effect] | None = None
+        #: Of the last that does what it does with its vector as it was given: what it says beside.
+        self._before: tuple[dict[str, Any], _Effect] | None = None
 
     def read(
-        self, given: Any, name: str, layer: int | None, vector: FiniteVector | None = None
+        self,
+        given: Mapping[str, Any],
+        name: str,
+        layer: int | None,
+        vector: FiniteVector | None = None,
     ) -> SteeringEntry:
         """One entry.
 
         Args:
             vector: its vector, where that was read before.
         """
-        if not isinstance(given, Mapping):
-            given = {"vector": given}
         if vector is None:
             numbers, effect = self._whole(given, name, None)
             return SteeringEntry(name, self._point, layer, numbers, *effect, self._num_layers)
-        if self._before is not None and _differ_in_vector(given, self._before[0]):
+        if self._before is not None and _says(given, self._before[0]):
             numbers, effect = vector.numbers, self._before[1]
         else:
             numbers, effect = self._whole(given, name, vector.numbers)
+            if numbers is vector.numbers:
+                said = {key: value for key, value in given.items() if key != "vector"}
+                self._before = said, effect
         entry = SteeringEntry(name, self._point, layer, numbers, *effect, self._num_layers)
         if numbers is vector.numbers:
             vars(entry)["largest"] = vector.largest  # as the property would find
-            self._before = given, effect
         return entry
 
     def _whole(
@@ -478,11 +490,11 @@ class _EntryReader:
         return vectors, _Effect(coefficients, positions, when)
 
 
-def _differ_in_vector(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two entries have the very same objects, but for their vectors."""
-    if given.keys() != other.keys():
+def _says(given: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Whether all that an entry has beside its vector are these very objects."""
+    if len(given) != len(said) + 1 or not said.keys() <= given.keys():
         return False
-    return all(given[key] is value for key, value in other.items() if key != "vector")
+    return all(map(operator.is_, map(given.get, said), said.values()))
 
 
 def _method(given: Mapping[str, Any], name: str, default: str) -> SteeringMethod:
