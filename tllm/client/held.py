@@ -123,7 +123,7 @@ class HeldByWorkers:
             for vector, rows in self._groups.pop(digest, {}).items():
                 self._vectors[vector] -= 1
                 if not self._vectors[vector]:
-                    del self._vectors[vector]
+                    self._vectors.pop(vector)
                     self._num_rows -= rows
         for digest, group in upload.groups.items() if arrived else ():
             held = self._groups[digest] = {v: _rows_of(rows) for v, rows in group.vectors.items()}

@@ -177,7 +177,7 @@ class HeldGroups:
         for vector in (vector for digest in gone for vector in self._vectors.pop(digest)):
             self._groups_of[vector] -= 1
             if not self._groups_of[vector]:
-                del self._groups_of[vector]
+                self._groups_of.pop(vector)
                 unused.append(vector)
         self._steering.drop(gone, unused)
         try:

@@ -13,7 +13,7 @@ import torch
 from tllm.spec.conditions import PROBE
 from tllm.spec.reading import FloatArray
 
-_AT_ONCE = 512
+_AT_ONCE = 128
 """Vectors that are converted together: few enough for their memory to be warm."""
 
 
@@ -62,7 +62,7 @@ def _bits_of(vectors: list[FloatArray], width: int, dtype: str) -> npt.NDArray[n
     together = np.empty((min(len(vectors), _AT_ONCE), width), np.float32)
     for low in range(0, len(vectors), _AT_ONCE):
         part = vectors[low : low + _AT_ONCE]
-        np.stack(part, out=together[: len(part)])
+        np.concatenate(part, out=together[: len(part)].reshape(-1))
         rows[low : low + len(part)] = torch.from_numpy(together[: len(part)])
     bits: npt.NDArray[np.uint8] = rows.view(-1).view(torch.uint8).numpy()
     return bits

@@ -60,13 +60,14 @@ class GroupPlacing:
         that is judged later in the network than what it decides on.
         """
         if gates is None:
-            of_each = ((self._point(hook, layer), v, done) for hook, layer, v, done in operations)
-            here = [(point, v, done, 0) for point, v, done in of_each if point is not None]
-            added = [
-                (point, v, done.add)
-                for point, v, done, _ in here
-                if isinstance(done, Coefficients) and done.only_adds
-            ]
+            here: list[tuple[int, str, OperationForm, int]] = []
+            added: list[tuple[int, str, float]] = []
+            for hook, layer, vector, done in operations:
+                if (point := self._point(hook, layer)) is None:
+                    continue
+                here.append((point, vector, done, 0))
+                if isinstance(done, Coefficients) and done.only_adds:
+                    added.append((point, vector, done.add))
             sums = added if len(added) == len(here) else None
             return PlacedGroup(here, [], [], [], tells=False, hears=False, sums=sums)
         return self._gated_group(operations, gates)

@@ -339,7 +339,7 @@ class Steering:
             index = np.empty((len(points), 2), np.int64)
             index[:, 0], index[:, 1] = points, row
             if len(entries) < len(points):
-                entries = np.broadcast_to(entries, (len(points), _WORDS))
+                entries = entries.repeat(len(points), axis=0)
             self._entries.stage_all(index, entries)
 
     def _in_words(

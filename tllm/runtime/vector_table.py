@@ -84,23 +84,25 @@ class VectorTable:
 
     def leave(self, digests: Iterable[str]) -> None:
         """One configuration that had these is gone."""
-        left = []
+        users, left = self._users, []
         for digest in digests:
-            self._users[digest] -= 1
-            if not self._users[digest]:  # there is no end to the vectors that requests bring
-                del self._users[digest]
+            users[digest] -= 1
+            if not users[digest]:  # there is no end to the vectors that requests bring
+                users.pop(digest)  # `del` of a counter takes twice as long or more
                 left.append(digest)
         self.drop(self._dropped.intersection(left))
 
     def drop(self, digests: Iterable[str]) -> None:
         """Forget vectors, as soon as no configuration has them."""
         for digest in digests:
-            if self._users[digest]:
+            if digest in self._users:
                 self._dropped.add(digest)
                 continue
             self._dropped.discard(digest)
-            if not self._gates.let_go(digest) and digest in self.rows:
+            if digest in self.rows:
                 self._placed.release(self.rows.pop(digest), self._lengths.pop(digest))
+            else:
+                self._gates.let_go(digest)
 
     def grow(self) -> bool:
         """Make room for what is here; whether it is another tensor now."""
