@@ -397,6 +397,8 @@ def _list(given: Mapping[str, Any], key: str, name: str) -> list[Any]:
 
 def _listed(given: Any) -> list[Mapping[str, Any]]:
     """The entries at one place, of which there may be several in a list; a vector alone is one."""
+    if isinstance(given, np.ndarray):
+        return [{"vector": given}]
     if isinstance(given, _MAPPINGS):
         return [given]
     if isinstance(given, _SEQUENCES) and given and isinstance(given[0], _MAPPINGS):
@@ -492,7 +494,11 @@ class _EntryReader:
 
 def _says(given: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
     """Whether all that an entry has beside its vector are these very objects."""
-    if len(given) != len(said) + 1 or not said.keys() <= given.keys():
+    if len(given) != len(said) + 1:
+        return False
+    if not said:
+        return True
+    if not said.keys() <= given.keys():
         return False
     return all(map(operator.is_, map(given.get, said), said.values()))
 
