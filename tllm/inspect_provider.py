@@ -7,6 +7,7 @@ plain Python, so a machine that only evaluates needs neither vLLM nor torch.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,12 @@ class StartedServer:
         self._starts = threading.Lock()
         self._started: tuple[subprocess.Popen[bytes], Path] | None = None
         self._until = float("inf")
-        self._end: Callable[[], object] = _nothing
+        self._end: weakref.finalize[..., StartedServer] | None = None
 
     def stop(self) -> None:
         """End it, if it was started."""
-        self._end()
+        if self._end is not None:
+            self._end()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Path]:
         """Its process and its log, from now on or before."""
@@ -164,7 +166,7 @@ class StartedServer:
                 with path.open("wb") as log:
                     process = subprocess.Popen(self._command, stdout=log, stderr=log)
                 self._until = time.monotonic() + self._timeout_s
-                self._end = weakref.finalize(self, _stop, process)
+                self._end = weakref.finalize(self, _stop, process, path.parent)
                 self._started = process, path
             return self._started
 
@@ -178,7 +180,9 @@ class StartedServer:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
-        self.stop()
+        assert self._end is not None
+        self._end.detach()  # whoever reads the message may want the whole log
+        _stop(process)
         last = log.read_text(errors="replace")[-4000:]
         raise RuntimeError(f"tllm serve does not answer; the end of {log}:\n{last}")
 
@@ -240,13 +244,12 @@ def _put_results(output: ModelOutput, call: ModelCall) -> None:
         output.metadata = {**(output.metadata or {}), **samples[0], **more}
 
 
-def _nothing() -> None:
-    """There is no process yet."""
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], folder: Path | None = None) -> None:
+    """End a server, and remove the folder of its log."""
     process.terminate()
     try:
         process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

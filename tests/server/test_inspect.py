@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,10 @@ def test_the_command_line_starts_a_server_that_steers_from_a_file(model, vector,
     command += ["--temperature", "0", "--max-tokens", "8", "--display", "none"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "INSPECT_LOG_FORMAT": "json"}
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment, timeout=500)
+    with tempfile.TemporaryDirectory() as folder:
+        environment |= {"TMPDIR": folder}
+        subprocess.run(command, check=True, cwd=tmp_path, env=environment, timeout=500)
+        assert not [*Path(folder).glob("tllm-inspect-*")]
     (log,) = (tmp_path / "logs").glob("*.json")
     (sample,) = json.loads(log.read_text())["samples"]
     assert sample["output"]["choices"][0]["message"]["content"] == expected(
@@ -151,6 +155,18 @@ def test_a_model_that_is_only_looked_up_starts_no_server(monkeypatch):
     found = get_model("tllm/demo", api_key="__model_info_lookup__", memoize=False)
     asyncio.run(found.api.aclose())
     assert not started
+
+
+def test_the_log_of_a_server_that_does_not_start_is_kept(monkeypatch, tmp_path):
+    fails = [sys.executable, "-c", "print('no room')"]
+    monkeypatch.setattr(inspect_provider, "_START", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = inspect_provider.StartedServer("demo", None, {}, 60)
+    with pytest.raises(RuntimeError, match="no room"):
+        server.wait()
+    server.stop()
+    (log,) = tmp_path.glob("tllm-inspect-*/server.log")
+    assert log.read_text() == "no room\n"
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "127.0.0.1:1/v1"])

@@ -4,6 +4,7 @@ the FP8 numbers that are made of what it normed."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,21 +18,21 @@ from tllm.runtime.kernels.backend import INTERPRETED
 _INTERPRETED_ROWS = 3
 
 
-def _on_cpu(
-    launch: Callable[..., Any], reference: Callable[..., Any], descriptor: int
-) -> Callable[..., Any]:
+def _on_cpu(kernel: ModuleType, descriptor: int, form: str = "") -> Callable[..., Any]:
     """A kernel's reference; the kernel itself where it is interpreted and that is fast enough.
 
     Args:
         descriptor: its place among the arguments behind the first.
+        form: how the names of both end, of a kernel that has several forms.
     """
+    launch, reference = f"launch{form}", f"reference{form}"
 
     def run(stream: torch.Tensor, *others: Any) -> Any:
         desc = others[descriptor]
         rows = stream.numel() // stream.shape[-1]
         # Launching an interpreted kernel is slow even when there is nothing to do.
         interpreted = INTERPRETED and rows <= _INTERPRETED_ROWS and int(desc[0])
-        return (launch if interpreted else reference)(stream, *others)
+        return getattr(kernel, launch if interpreted else reference)(stream, *others)
 
     return run
 
@@ -65,7 +66,7 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap", tap_kernel.launch, "CUDA")
-_library.impl("tap", _on_cpu(tap_kernel.launch, tap_kernel.reference, 1), "CPU")
+_library.impl("tap", _on_cpu(tap_kernel, 1), "CPU")
 _library.impl("tap", _tap_meta, "Meta")
 
 _library.define(
@@ -74,7 +75,7 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap_norm", tap_norm_kernel.launch, "CUDA")
-_library.impl("tap_norm", _on_cpu(tap_norm_kernel.launch, tap_norm_kernel.reference, 3), "CPU")
+_library.impl("tap_norm", _on_cpu(tap_norm_kernel, 3), "CPU")
 _library.impl("tap_norm", _tap_norm_meta, "Meta")
 
 _library.define(
@@ -84,9 +85,7 @@ _library.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap_norm_fp8", tap_norm_kernel.launch_fp8, "CUDA")
-_library.impl(
-    "tap_norm_fp8", _on_cpu(tap_norm_kernel.launch_fp8, tap_norm_kernel.reference_fp8, 3), "CPU"
-)
+_library.impl("tap_norm_fp8", _on_cpu(tap_norm_kernel, 3, "_fp8"), "CPU")
 _library.impl("tap_norm_fp8", _tap_norm_fp8_meta, "Meta")
 
 tap = torch.ops.tllm.tap
