@@ -106,22 +106,18 @@ def test_vllm_can_copy_the_pass_and_know_it_again(config):
 
 
 def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(config):
-    def can(name="compressed-tensors", *, taken=None, fused=False, **more):
+    def can(written="float-quantized", *, name="compressed-tensors", taken=None, **more):
         options = {} if taken is None else {quantized_norms._key(): taken}
         compiling = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **more}
-        passes = SimpleNamespace(fuse_norm_quant=fused)
-        given = SimpleNamespace(**compiling, pass_config=passes, inductor_compile_config=options)
+        compiling["pass_config"] = SimpleNamespace(fuse_norm_quant=more.get("fused", False))
         return quantized_norms.can_fuse(
             SimpleNamespace(
-                quant_config=SimpleNamespace(get_name=lambda: name), compilation_config=given
+                quant_config=SimpleNamespace(get_name=lambda: name, quant_format=written),
+                compilation_config=SimpleNamespace(**compiling, inductor_compile_config=options),
             )
         )
 
-    assert can() and can(taken=QuantizedNorms(config))
-    assert (
-        not can("mxfp4")
-        and not can("fp8")
-        and not can(fused=True)
-        and not can(taken=lambda graph: None)
-    )
+    assert can() and can("pack-quantized") and can(taken=QuantizedNorms(config))
+    assert not can("nvfp4-pack-quantized") and not can(name="fp8")
+    assert not can(fused=True) and not can(taken=lambda graph: None)
     assert not can(mode=CompilationMode.NONE) and not can(backend="eager")

@@ -44,13 +44,19 @@ uses(
     "PER_TOKEN PER_TENSOR",
     _FUSED,
 )
+uses(
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+    ".CompressedTensorsConfig",
+    "quant_format",
+    _FUSED,
+)
 uses("vllm.config", "CompilationMode", _FUSED)
 uses("vllm.config.CompilationConfig", "inductor_compile_config pass_config mode backend", _FUSED)
 
-_FORMATS = {"compressed-tensors"}
-"""Whose linear layers quantize their input not at all, by a kernel of their own, or by `QuantFP8`:
-what the norm before them gives is rounded to the model's dtype, or matched here. Others are not
-listed until they were compared on a GPU."""
+_COMPARED = {"float-quantized", "int-quantized", "pack-quantized"}
+"""Formats of `compressed-tensors` whose linear layers quantize their input not at all, by a kernel
+of their own, or by `QuantFP8`: what the norm before them gives is rounded to the model's dtype, or
+matched here. Others are not listed until they were compared on a GPU."""
 
 
 def can_fuse(vllm_config: Any) -> bool:
@@ -63,7 +69,8 @@ def can_fuse(vllm_config: Any) -> bool:
     quantized = vllm_config.quant_config
     return (
         quantized is not None
-        and quantized.get_name() in _FORMATS
+        and quantized.get_name() == "compressed-tensors"
+        and quantized.quant_format in _COMPARED
         and compiling.mode == CompilationMode.VLLM_COMPILE
         and compiling.backend == "inductor"
         and not compiling.pass_config.fuse_norm_quant
@@ -101,21 +108,32 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         with set_current_vllm_config(vllm_config, check_compile=False), FakeTensorMode():
             by_row = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, compile_native=False)
             given = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=False)
-            scale = torch.empty(1, dtype=torch.float32)
             for plus_one in (False, True):
-                self._register(*_with_own_scales(by_row, plus_one), _examples(dtype))
-                examples = [*_examples(dtype), scale]
-                self._register(*_with_given_scale(given, plus_one), examples)
+                self._register(by_row, plus_one, _examples(dtype))
+                self._register(given, plus_one, [*_examples(dtype), torch.empty(1)])
 
-    def _register(
-        self,
-        pattern: Callable[..., Any],
-        replacement: Callable[..., Any],
-        examples: list[torch.Tensor],
-    ) -> None:
+    def _register(self, quantize: Any, plus_one: bool, examples: list[torch.Tensor]) -> None:
+        """Have numbers of FP8 behind a norm looked for.
+
+        Args:
+            quantize: a `QuantFP8`, which finds each row's scale, or is given one for all.
+        """
+
+        def told(numbers: Any, added: Any, scales: Any) -> tuple[Any, ...]:
+            return (numbers, added) if quantize.static else (numbers, added, scales)
+
+        def pattern(scale: Any, *norm: Any) -> tuple[Any, ...]:
+            normed, added = torch.ops.tllm.tap_norm(*norm, False, plus_one)
+            numbers, scales = quantize.forward_native(normed, scale)
+            return told(numbers, added, scales)
+
+        def replacement(scale: Any, *norm: Any) -> tuple[Any, ...]:
+            return told(*torch.ops.tllm.tap_norm_fp8(*norm, False, scale, plus_one))
+
+        named = _with_scale if quantize.static else _without_scale
         register_replacement(
-            pattern,
-            replacement,
+            named(pattern),
+            named(replacement),
             examples,
             fwd_only,
             self._patterns,
@@ -135,7 +153,7 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
     )
     def uuid(self) -> Any:
         """What the compiler's cache tells it apart by."""
-        return self.hash_source(type(self), _with_own_scales, _with_given_scale)
+        return self.hash_source(type(self))
 
 
 _ANY_EPS = 1.25e-6
@@ -149,69 +167,15 @@ def _examples(dtype: torch.dtype) -> list[torch.Tensor]:
     return [*rows, torch.empty(16, dtype=dtype), *words]
 
 
-def _with_own_scales(
-    quantize: Any, plus_one: bool
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What is looked for, and what is put there, where each row has a scale of its own."""
-
-    def pattern(
-        stream: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        desc: torch.Tensor,
-        plan: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        asked = stream, residual, weight, eps, desc, plan, False, plus_one
-        normed, added = torch.ops.tllm.tap_norm(*asked)
-        numbers, scale = quantize.forward_native(normed)
-        return numbers, added, scale
-
-    def replacement(
-        stream: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        desc: torch.Tensor,
-        plan: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        asked = stream, residual, weight, eps, desc, plan, False, None, plus_one
-        numbers, added, scale = torch.ops.tllm.tap_norm_fp8(*asked)
-        return numbers, added, scale
-
-    return pattern, replacement
+def _with_scale(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with its arguments by name, by which the compiler knows them again."""
+    return lambda stream, residual, weight, eps, desc, plan, scale: run(
+        scale, stream, residual, weight, eps, desc, plan
+    )
 
 
-def _with_given_scale(
-    quantize: Any, plus_one: bool
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The same where the model brings one scale for all rows."""
-
-    def pattern(
-        stream: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        desc: torch.Tensor,
-        plan: torch.Tensor,
-        scale: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        asked = stream, residual, weight, eps, desc, plan, False, plus_one
-        normed, added = torch.ops.tllm.tap_norm(*asked)
-        numbers, _ = quantize.forward_native(normed, scale)
-        return numbers, added
-
-    def replacement(
-        stream: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        desc: torch.Tensor,
-        plan: torch.Tensor,
-        scale: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        asked = stream, residual, weight, eps, desc, plan, False, scale, plus_one
-        numbers, added, _ = torch.ops.tllm.tap_norm_fp8(*asked)
-        return numbers, added
-
-    return pattern, replacement
+def _without_scale(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where no scale is given."""
+    return lambda stream, residual, weight, eps, desc, plan: run(
+        None, stream, residual, weight, eps, desc, plan
+    )
