@@ -38,6 +38,19 @@ _FORMATS = {
     "w4a16": _compressed(
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
     ),
+    "fp8-tensor": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    },
 }
 
 
@@ -48,8 +61,10 @@ class Shape:
     Attributes:
         intermediate: width of the MLP, or of each expert.
         experts: of each layer, of which a token goes to eight; 0 is an MLP.
-        quantized: `fp8`, numbers of FP8 with a scale for each output channel and each row, or
-            `w4a16`, weights of four bits with a scale for each 128.
+        quantized: `fp8`, numbers of FP8 with a scale for each output channel and each row;
+            `fp8-tensor` and `fp8-blocks`, with one for each weight, or for each block of 128 by
+            128 and each 128 numbers of a row; `w4a16` and `awq`, weights of four bits with a
+            scale for each 128.
         scale: standard deviation of the logits, which sets how many candidates min-p leaves
             (about 5 to 20 of a large vocabulary at 4.2, temperature 0.8 and min-p 0.05).
     """
@@ -118,6 +133,9 @@ SHAPES = {
         Shape("7b", 3584, 18944, 28, 28, 4, 152064),
         Shape("7b-fp8", 3584, 18944, 28, 28, 4, 152064, quantized="fp8"),
         Shape("7b-w4a16", 3584, 18944, 28, 28, 4, 152064, quantized="w4a16"),
+        Shape("7b-fp8-tensor", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-tensor"),
+        Shape("7b-fp8-blocks", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-blocks"),
+        Shape("7b-awq", 3584, 18944, 28, 28, 4, 152064, quantized="awq"),
         Shape("gemma-4b", 2560, 10240, 34, 8, 4, 262208, gemma=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
         Shape("0.5b", 896, 4864, 24, 14, 2, 151936),
@@ -346,6 +364,9 @@ BENCHMARKS = {
         *_on("7b"),
         *_on("7b-fp8"),
         *_on("7b-w4a16"),
+        *_on("7b-fp8-tensor"),
+        *_on("7b-fp8-blocks"),
+        *_on("7b-awq"),
         *_on("gemma-4b"),
         *_on("1.5b"),
         *_on("0.5b"),

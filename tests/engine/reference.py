@@ -23,14 +23,17 @@ Place = tuple[str, int | None]
 
 
 def save_tiny_model(
-    path: Path, config_class: Any = Qwen2Config, model_class: Any = Qwen2ForCausalLM
+    path: Path,
+    config_class: Any = Qwen2Config,
+    model_class: Any = Qwen2ForCausalLM,
+    hidden: int = HIDDEN,
 ) -> Path:
     """A random Qwen2 (or what its classes name), small enough for a CPU and with states large
     enough to tell apart."""
     torch.manual_seed(0)
     config = config_class(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=256,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,

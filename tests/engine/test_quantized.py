@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_engines import SHARE
 
-from engine.reference import HIDDEN, LAYERS, save_tiny_model
-from tllm.engine import quantized_norms
+from engine.reference import LAYERS, save_tiny_model
 from tllm.engine.quantized_norms import QuantizedNorms
 
 PROMPT = [7, 30, 12, 55, 21, 3, 90, 41]
 GROUP = 32
+BLOCK = 128
+HIDDEN = 256
 
 OPTIONS: dict[str, Any] = {
     **SHARE,
@@ -70,6 +71,22 @@ def _given_scale_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tens
         key: each.reshape(1) if key.endswith("scale") else each
         for key, each in _one_scale_floats(name, weight).items()
     }
+
+
+def _block_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`float8_e4m3fn`, with one scale for each block of 128 by 128."""
+    blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    scale = blocks.abs().amax((1, 3)) / 448
+    numbers = blocks / scale[:, None, :, None]
+    return {
+        f"{name}.weight": numbers.flatten(2).flatten(0, 1).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": scale,
+    }
+
+
+def _as_they_are(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """To be quantized when they are loaded."""
+    return {f"{name}.weight": weight}
 
 
 def _words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -136,7 +153,7 @@ _CHANNEL = {"num_bits": 8, "strategy": "channel", "dynamic": False}
 _TENSOR = {**_CHANNEL, "strategy": "tensor"}
 _TOKENS = {"strategy": "token", "dynamic": True}
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+KINDS: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "W8A8": (
         _eight_bits,
         _compressed("int-quantized", {"type": "int", **_CHANNEL}, _TOKENS),
@@ -150,6 +167,15 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         _one_scale_floats,
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
     ),
+    "FP8, blocks": (
+        _block_floats,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+    ),
+    "FP8, online": (_as_they_are, None),
     "FP8, given scales": (
         _given_scale_floats,
         _compressed("float-quantized", {"type": "float", **_TENSOR}, _TENSOR),
@@ -164,9 +190,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"version": "gemm"},
     ),
 }
-"""How a linear layer's weight is written, and what the model's configuration says of it."""
+"""How a linear layer's weight is written, and what the model's configuration says of it (None: the
+engine is told to quantize)."""
 FOUR_BITS = "W4A16", "GPTQ", "AWQ"
-ON_A_GPU = "FP8, one scale", "FP8, given scales"
+ON_A_GPU = "FP8, one scale", "FP8, given scales", "FP8, blocks", "FP8, online"
 
 
 def four_bits_run() -> bool:
@@ -176,8 +203,9 @@ def four_bits_run() -> bool:
     return torch.cuda.is_available() or hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 
-def quantize(folder: Path, kind: str) -> None:
-    """Quantize the weights of a checkpoint."""
+def quantized(folder: Path, kind: str) -> dict[str, Any]:
+    """Write a checkpoint. Returns the arguments that an engine takes with it."""
+    save_tiny_model(folder, hidden=HIDDEN)
     written, config = KINDS[kind]
     file = folder / "model.safetensors"
     weights: dict[str, torch.Tensor] = {}
@@ -187,14 +215,17 @@ def quantize(folder: Path, kind: str) -> None:
         weights |= written(name, tensor.float()) if is_linear else {key: tensor}
     save_file(weights, file, metadata={"format": "pt"})
     model = json.loads((folder / "config.json").read_text())
+    if config is None:
+        return {**OPTIONS, "quantization": "fp8"}
     (folder / "config.json").write_text(json.dumps({**model, "quantization_config": config}))
+    return OPTIONS
 
 
-def plain(folder: Path) -> tuple[list[int], dict[int, torch.Tensor]]:
+def plain(folder: Path, options: dict[str, Any]) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Tokens, and what leaves each block for the prompt, in vLLM with forward hooks alone."""
     import vllm
 
-    llm = vllm.LLM(str(folder), **OPTIONS)
+    llm = vllm.LLM(str(folder), **options)
     rows: dict[int, torch.Tensor] = {}
 
     def watch(model: Any) -> None:
@@ -219,11 +250,10 @@ def test_rows_of_a_quantized_model_are_those_of_plain_vllm(kind: str, tmp_path: 
         pytest.skip("vLLM has no such kernel for a CPU")
     if kind in FOUR_BITS and not four_bits_run():
         pytest.skip("vLLM has no such kernel for a CPU without AVX-512, as this one")
-    folder = Path(save_tiny_model(tmp_path))
-    quantize(folder, kind)
-    tokens, expected = plain(folder)
-    llm = LLM(str(folder), **OPTIONS, hook_points="all")
-    method = KINDS[kind][1]["quant_method"]
+    options = quantized(tmp_path, kind)
+    tokens, expected = plain(tmp_path, options)
+    llm = LLM(str(tmp_path), **options, hook_points="all")
+    method = (KINDS[kind][1] or {"quant_method": "fp8"})["quant_method"]
     assert method in str(llm.llm_engine.model_config.quantization)
     capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
 
@@ -245,11 +275,6 @@ def test_rows_of_a_quantized_model_are_those_of_plain_vllm(kind: str, tmp_path: 
     assert not torch.allclose(steered[1].tensor, rows[1].tensor, atol=0.5)
 
 
-def _fuses(config: dict[str, Any]) -> bool:
-    """Whether norms of a model with this configuration are computed with their taps."""
-    return config.get("format") in quantized_norms._COMPARED
-
-
 def _likely(output: Any) -> torch.Tensor:
     """Log-probabilities of the prompt's tokens after the first."""
     told = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
@@ -266,7 +291,7 @@ def _fused_and_matched(worker: Any) -> tuple[int, int]:
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="without a GPU no norm is computed with its tap"
 )
-@pytest.mark.parametrize("kind", [kind for kind, (_, config) in KINDS.items() if _fuses(config)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_norms_of_a_compiled_quantized_model_are_computed_with_their_taps(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,9 +300,8 @@ def test_norms_of_a_compiled_quantized_model_are_computed_with_their_taps(
     # What is found in a cache is matched no more.
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    folder = Path(save_tiny_model(tmp_path))
-    quantize(folder, kind)
-    options = OPTIONS | {"enforce_eager": False, "cudagraph_capture_sizes": [1, 8]}
+    options = quantized(tmp_path, kind) | {"enforce_eager": False}
+    options["cudagraph_capture_sizes"] = [1, 8]
     capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
 
     def run(llm: LLM, **asked: Any) -> Any:
@@ -285,19 +309,24 @@ def test_norms_of_a_compiled_quantized_model_are_computed_with_their_taps(
         [output] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
         return output
 
-    llm = LLM(str(folder), **options, fuse_norms=False)
+    llm = LLM(str(tmp_path), **options, fuse_norms=False)
     assert llm.collective_rpc(_fused_and_matched) == [(0, 0)]
     expected = run(llm, capture=capture)
     del llm
-    llm = LLM(str(folder), **options)
+    llm = LLM(str(tmp_path), **options)
     [(fused, matched)] = llm.collective_rpc(_fused_and_matched)
     assert fused == 2 * LAYERS
     # Blocks that are alike are compiled once; behind the last norm nothing is quantized.
     assert matched >= 3 if kind.startswith("FP8") else matched == 0
     found = run(llm, capture=capture)
-    torch.testing.assert_close(_likely(found), _likely(expected), rtol=0, atol=0.02)
+    # A norm's sum in another order may make another number of FP8 of a value between two, of which
+    # blocks make more: log-probabilities of vLLM without taps are further away (0.26 RMS).
+    apart = 0.3 if kind.startswith("FP8") else 0.02
+    torch.testing.assert_close(_likely(found), _likely(expected), rtol=0, atol=apart)
     for layer in range(LAYERS):
-        rows, others = (each.activations["post_block"][layer].tensor for each in (found, expected))
-        torch.testing.assert_close(rows, others, rtol=2**-6, atol=2**-6)
+        rows, others = (
+            each.activations["post_block"][layer].tensor.float() for each in (found, expected)
+        )
+        assert (rows - others).norm() < apart / 3 * others.norm()
     steered = run(llm, steering_vectors={"post_block": {0: [3.0] * HIDDEN}})
     assert not torch.allclose(_likely(steered), _likely(expected), atol=0.1)

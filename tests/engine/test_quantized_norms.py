@@ -39,11 +39,28 @@ def quantizers(config):
         ]
 
 
-def rows_and_tables():
+@pytest.fixture(scope="module")
+def group_quantization():
+    """The schema of vLLM's kernel for groups of numbers, which a CPU has not."""
+    if quantized_norms._group_quantization() is not None:
+        yield
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(
+        "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s,"
+        " int group_size, float eps, float fp8_min, float fp8_max, bool scale_ue8m0,"
+        " bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+    )
+    library.impl("per_token_group_fp8_quant", lambda *given: None, "Meta")
+    yield
+    library._destroy()
+
+
+def rows_and_tables(hidden=HIDDEN):
     torch.manual_seed(0)
-    stream, residual = torch.randn(2, ROWS, HIDDEN).bfloat16()
+    stream, residual = torch.randn(2, ROWS, hidden).bfloat16()
     tables = torch.zeros(DESCRIPTOR_WIDTH, dtype=torch.int64), torch.full((PLAN_ROWS, 16), -1)
-    return stream, residual, torch.rand(HIDDEN).bfloat16(), tables[0], tables[1].to(torch.int32)
+    return stream, residual, torch.rand(hidden).bfloat16(), tables[0], tables[1].to(torch.int32)
 
 
 def compiled(function, change):
@@ -99,6 +116,46 @@ def test_numbers_of_fp8_are_made_with_the_norm_where_nobody_else_reads_it(config
         assert torch.equal(ours, theirs)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.usefixtures("group_quantization")
+def test_scales_of_groups_are_made_with_the_norm(config, plus_one):
+    """A CPU cannot call the kernel for groups: had it not been replaced, this would fail."""
+    with set_current_vllm_config(config):
+        shape = GroupShape(1, quantized_norms._GROUP)
+        quantize = QuantFP8(False, shape, use_ue8m0=False, compile_native=False)
+    change, groups = QuantizedNorms(config), 2
+
+    def quantized(normed, by_group):
+        """As vLLM does on a GPU."""
+        numbers = torch.empty(normed.shape, dtype=torch.float8_e4m3fn)
+        shape = (groups, ROWS) if by_group else (ROWS, groups)
+        scales = torch.empty(shape).permute(-1, -2) if by_group else torch.empty(shape)
+        fixed = quantized_norms._GROUP, 1e-10, -448.0, 448.0, False, by_group, False
+        torch.ops._C.per_token_group_fp8_quant(normed, numbers, scales, *fixed)
+        return numbers, scales
+
+    def block(stream, residual, weight, desc, plan, quantized):
+        found = []
+        for by_group in (False, True):
+            normed, residual = ops.tap_norm(
+                stream, residual, weight, 1e-2, desc, plan, False, plus_one
+            )
+            numbers, scales = quantized(normed, by_group)
+            found += [numbers.float(), scales]
+        return *found, residual
+
+    asked = rows_and_tables(groups * quantized_norms._GROUP)
+    expected = block(*asked, lambda normed, _: quantize.forward_native(normed.float()))
+    run, graphs = compiled(lambda *asked: block(*asked, quantized), change)
+    with torch._inductor.config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
+        found = run(*asked)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    [graph] = graphs
+    assert change.matched == 2 and not called(graph)
+
+
 def test_vllm_can_copy_the_pass_and_know_it_again(config):
     one = QuantizedNorms(config)
     assert copy.deepcopy({"pass": one})["pass"] is one
@@ -109,7 +166,6 @@ def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(confi
     def can(written="float-quantized", *, name="compressed-tensors", taken=None, **more):
         options = {} if taken is None else {quantized_norms._key(): taken}
         compiling = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **more}
-        compiling["pass_config"] = SimpleNamespace(fuse_norm_quant=more.get("fused", False))
         return quantized_norms.can_fuse(
             SimpleNamespace(
                 quant_config=SimpleNamespace(get_name=lambda: name, quant_format=written),
@@ -118,6 +174,7 @@ def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(confi
         )
 
     assert can() and can("pack-quantized") and can(taken=QuantizedNorms(config))
-    assert not can("nvfp4-pack-quantized") and not can(name="fp8")
-    assert not can(fused=True) and not can(taken=lambda graph: None)
+    assert can(None, name="fp8") and can(None, name="auto_awq")
+    assert not can("nvfp4-pack-quantized") and not can(None, name="bitsandbytes")
+    assert not can(taken=lambda graph: None)
     assert not can(mode=CompilationMode.NONE) and not can(backend="eager")

@@ -18,7 +18,9 @@ KERNELS = {
     "tap": tap._tap_kernel,
     "tap_norm": tap_norm._tap_norm_kernel,
     "tap_norm_fp8": tap_norm._tap_norm_kernel,
+    "tap_norm_fp8_groups": tap_norm._tap_norm_kernel,
 }
+UNALIGNED = "eps", "plan_stride", "scale_row_stride", "scale_stride"
 LOOKS_AHEAD = {
     "many rows": {"AHEAD": False, "EARLY": False},
     "few rows": {"AHEAD": True, "EARLY": False},
@@ -31,7 +33,7 @@ def compiled(name, dtype, hidden, choice):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, fp8 = KERNELS[name], name.endswith("fp8")
+    kernel, fp8, groups = KERNELS[name], "fp8" in name, name.endswith("groups")
     pointers = {"desc_ptr": "*i64", "plan_ptr": "*i32", "scale_ptr": "*fp32"}
     if fp8:
         pointers["normed_ptr"] = "*fp8e4nv"
@@ -40,12 +42,17 @@ def compiled(name, dtype, hidden, choice):
         "plan_stride": "i32",
         "stream_stride": "i32",
         "residual_stride": "i32",
+        "scale_row_stride": "i32",
+        "scale_stride": "i32",
     }
     chosen = {"HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), **LOOKS_AHEAD[choice]}
     if "HAS_RESIDUAL" in kernel.arg_names:
         chosen["HAS_RESIDUAL"] = True
     if "FORM" in kernel.arg_names:
         chosen["FORM"] = tap_norm._ROW if fp8 else tap_norm._PLAIN
+        chosen["GROUP"] = 128 if groups else 0
+        if groups:
+            chosen["FORM"] = tap_norm._GROUPS
         chosen["PLUS_ONE"] = fp8
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
@@ -54,7 +61,7 @@ def compiled(name, dtype, hidden, choice):
         else:
             rows = f"*{dtype}" if name.endswith("_ptr") else "i32"
             signature[name] = pointers.get(name) or numbers.get(name) or rows
-            if name not in ("eps", "plan_stride") and (hidden % 16 == 0 or name.endswith("_ptr")):
+            if name not in UNALIGNED and (hidden % 16 == 0 or name.endswith("_ptr")):
                 aligned[(number,)] = [["tt.divisibility", 16]]
     constants = {(kernel.arg_names.index(name),): value for name, value in chosen.items()}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
@@ -67,6 +74,8 @@ def compiled(name, dtype, hidden, choice):
     [
         *((name, choice) for name in ("tap", "tap_norm") for choice in LOOKS_AHEAD),
         ("tap_norm_fp8", "few rows, early"),
+        ("tap_norm_fp8_groups", "few rows, early"),
+        ("tap_norm_fp8_groups", "many rows"),
     ],
 )
 def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):

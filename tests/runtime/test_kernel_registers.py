@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="no kernel is compiled: Triton interprets it, or is not there",
 )
 
+GROUP = 128
 SPILLED = 16
 """Bytes of a thread that may lie in memory; another compiler puts a few there."""
 
@@ -30,29 +31,28 @@ def stack_of(hidden, form, tmp_path):
     block = triton.next_power_of_2(hidden)
     rows = ("stream_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "sum_ptr")
     constants = {"HIDDEN": hidden, "BLOCK": block, "FORM": form, "PLUS_ONE": False}
-    constants |= {"AHEAD": True, "EARLY": True}
+    constants |= {"GROUP": GROUP if form == tap_norm._GROUPS else 0}
+    constants |= {"CHECK": False, "AHEAD": True, "EARLY": True}
     fp8 = form != tap_norm._PLAIN
-    signature = {
+    told = {
         **dict.fromkeys(rows, "*bf16"),
         **({"normed_ptr": "*fp8e4nv"} if fp8 else {}),
         "scale_ptr": "*fp32",
         "desc_ptr": "*i64",
         "plan_ptr": "*i32",
-        "plan_stride": "i32",
-        "stream_stride": "i32",
-        "residual_stride": "i32",
         "eps": "fp32",
         **dict.fromkeys(constants, "constexpr"),
     }
-    names = list(signature)
-    unaligned = {"plan_stride", "eps", *constants}
+    kernel = tap_norm._tap_norm_kernel
+    signature = {name: told.get(name, "i32") for name in kernel.arg_names}
+    unaligned = {"plan_stride", "scale_row_stride", "scale_stride", "eps", *constants}
     source = ASTSource(
-        tap_norm._tap_norm_kernel,
+        kernel,
         signature,
-        {(names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {
             (at,): [["tt.divisibility", 16]]
-            for at, name in enumerate(names)
+            for at, name in enumerate(signature)
             if name not in unaligned
         },
     )
@@ -78,6 +78,7 @@ def stack_of(hidden, form, tmp_path):
         (3584, tap_norm._PLAIN),
         (5120, tap_norm._PLAIN),
         (3584, tap_norm._ROW),
+        (3584, tap_norm._GROUPS),
     ],
 )
 def test_the_kernel_of_tap_and_norm_keeps_its_registers(hidden, form, tmp_path):

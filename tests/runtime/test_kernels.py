@@ -367,6 +367,48 @@ def test_tap_with_the_norm_after_it_and_numbers_of_fp8(dtype, given):
     torch.testing.assert_close(normed, expected, rtol=1 / 8, atol=atol)
 
 
+@pytest.mark.parametrize("by_group", [False, True], ids=["by row", "by group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("many")
+def test_tap_with_the_norm_after_it_and_a_scale_for_each_group_of_numbers(dtype, by_group):
+    results = []
+    runs = (tap_norm.reference_fp8_groups, "cpu"), (tap_norm.launch_fp8_groups, DEVICE)
+    for run, device in runs:
+        busy = BusyTap(0, dtype, device)
+        rows, groups = len(busy.stream), 3
+        shape = (groups, rows) if by_group else (rows, groups)
+        scales = torch.full(shape, -1.0, device=device)
+        scales = scales.T if by_group else scales
+        asked = busy.stream, busy.residual, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan
+        numbers, added = run(*asked, scales)
+        assert numbers.dtype == torch.float8_e4m3fn and numbers.shape == added.shape
+        assert (numbers.float().unflatten(-1, (groups, -1)).abs().amax(-1) == 448).all()
+        normed = numbers.float().unflatten(-1, (groups, -1)) * scales[..., None]
+        results.append((normed.flatten(-2).cpu(), busy.arena.cpu(), added.cpu(), scales.cpu()))
+    (expected, *others), (normed, *found) = results
+    assert_same([others, found], dtype)
+    atol = 1e-4 if dtype == torch.float32 else 2**-4
+    torch.testing.assert_close(normed, expected, rtol=1 / 8, atol=atol)
+
+
+def test_numbers_of_groups_are_those_that_vllm_makes():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    with set_current_vllm_config(VllmConfig()):
+        quantize = QuantFP8(False, GroupShape(1, 8), compile_native=False)
+    busy = BusyTap(0, torch.bfloat16, "cpu")
+    asked = busy.stream, busy.residual, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan
+    rows, hidden = busy.stream.shape
+    scales = torch.empty(rows, hidden // 8)
+    numbers, added = tap_norm.reference_fp8_groups(*asked, scales)
+    normed, expected = tap_norm.reference(*asked)
+    assert torch.equal(added, expected)
+    theirs, theirs_scales = quantize.forward_native(normed.float())
+    assert torch.equal(numbers.float(), theirs.float()) and torch.equal(scales, theirs_scales)
+
+
 @pytest.mark.parametrize("given", [None, 0.02], ids=["scales of rows", "a given scale"])
 def test_numbers_of_fp8_are_those_that_vllm_makes(given):
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -461,6 +503,8 @@ def test_ops_are_what_they_tell_torch():
     torch.library.opcheck(ops.tap_norm.default, norm)
     for scale in (None, torch.ones(1, device=DEVICE)):
         torch.library.opcheck(ops.tap_norm_fp8.default, (*norm, False, scale))
+    scales = torch.empty(len(row), row.shape[1] // 4, device=DEVICE)
+    torch.library.opcheck(ops.tap_norm_fp8_groups.default, (*norm, scales))
 
 
 WIDTHS = [100, 896, 1536, 3584, 4096, 8192, 12288] if DEVICE == "cuda" else [100]

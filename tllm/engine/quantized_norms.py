@@ -3,26 +3,35 @@ multiply FP8 numbers, with those that are made of its rows.
 
 Of a model in FP8, torch.compile makes one kernel of a norm and of the quantization behind it. So
 that a tap costs no launch there either, a pass over the compiler's graph puts one of ours in the
-place of `tap_norm` with vLLM's `QuantFP8` behind it. Where it finds something else behind a norm,
-nothing is changed: the norm's rows are rounded to the model's dtype, and quantized then, as vLLM
-does without a compiler.
+place of `tap_norm` with vLLM's `QuantFP8` behind it. With a scale for each group of a row's numbers
+vLLM quantizes by a kernel of its own, or by one that norms, too; ours is put in its place.
+Where the pass finds something else behind a norm, nothing is changed: the norm's rows are rounded
+to the model's dtype, and quantized then, as vLLM does without a compiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
+from torch._higher_order_ops import auto_functionalized
+from torch._inductor.pattern_matcher import (
+    PatternMatcherPass,
+    fwd_only,
+    register_replacement,
+    stable_topological_sort,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, get_fp8_min_max
 from vllm.platforms import current_platform
 
 from tllm.engine.seams import overrides, uses
+from tllm.runtime.kernels.tap_norm import FP8, LEAST_OF_GROUP
 
 _FUSED = "a tap and a norm are computed together with the FP8 numbers that are made of its rows"
 uses("vllm.compilation.passes.inductor_pass.InductorPass", "hash_source", _FUSED)
@@ -45,6 +54,11 @@ uses(
     _FUSED,
 )
 uses(
+    "vllm.model_executor.layers.quantization.utils.quant_utils",
+    "get_fp8_min_max",
+    _FUSED,
+)
+uses(
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
     ".CompressedTensorsConfig",
     "quant_format",
@@ -53,29 +67,38 @@ uses(
 uses("vllm.config", "CompilationMode", _FUSED)
 uses("vllm.config.CompilationConfig", "inductor_compile_config pass_config mode backend", _FUSED)
 
-_COMPARED = {"float-quantized", "int-quantized", "pack-quantized"}
-"""Formats of `compressed-tensors` whose linear layers quantize their input not at all, by a kernel
-of their own, or by `QuantFP8`: what the norm before them gives is rounded to the model's dtype, or
-matched here. Others are not listed until they were compared on a GPU."""
+_COMPARED = {
+    "auto_awq": None,
+    "auto_gptq": None,
+    "compressed-tensors": {"float-quantized", "int-quantized", "pack-quantized"},
+    "fp8": None,
+    "online": None,
+}
+"""Ways of quantizing whose linear layers quantize their input not at all, by a kernel of their own,
+or by `QuantFP8`, and of which formats (None: of all): what the norm before them gives is rounded to
+the model's dtype, or matched here. Others are not listed until they were compared on a GPU."""
 
 
 def can_fuse(vllm_config: Any) -> bool:
     """Whether norms of this quantized model are computed as vLLM does, if with their taps.
 
-    Not where vLLM itself puts other kernels in the place of norms with what follows them, or where
-    somebody else's pass has the only place for one.
+    Not where somebody else's pass has the only place for one.
     """
     compiling = vllm_config.compilation_config
     quantized = vllm_config.quant_config
     return (
         quantized is not None
-        and quantized.get_name() == "compressed-tensors"
-        and quantized.quant_format in _COMPARED
+        and _was_compared(quantized)
         and compiling.mode == CompilationMode.VLLM_COMPILE
         and compiling.backend == "inductor"
-        and not compiling.pass_config.fuse_norm_quant
         and isinstance(_pass_of(compiling), QuantizedNorms | None)
     )
+
+
+def _was_compared(quantized: Any) -> bool:
+    name = quantized.get_name()
+    formats = _COMPARED.get(name)
+    return name in _COMPARED and (formats is None or quantized.quant_format in formats)
 
 
 def fuse(vllm_config: Any) -> None:
@@ -111,6 +134,8 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
             for plus_one in (False, True):
                 self._register(by_row, plus_one, _examples(dtype))
                 self._register(given, plus_one, [*_examples(dtype), torch.empty(1)])
+                for by_group, padded in product((False, True), repeat=2):
+                    self._register_groups(by_group, padded, plus_one, _examples(dtype))
 
     def _register(self, quantize: Any, plus_one: bool, examples: list[torch.Tensor]) -> None:
         """Have numbers of FP8 behind a norm looked for.
@@ -131,9 +156,49 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
             return told(*torch.ops.tllm.tap_norm_fp8(*norm, False, scale, plus_one))
 
         named = _with_scale if quantize.static else _without_scale
+        self._replace(named(pattern), named(replacement), examples)
+
+    def _register_groups(
+        self, by_group: bool, padded: bool, plus_one: bool, examples: list[torch.Tensor]
+    ) -> None:
+        """Have numbers of FP8 with a scale for each group of a row's looked for.
+
+        Args:
+            by_group: scales of the same group of all rows lie side by side.
+            padded: to as many as a GPU's tensor memory accelerator asks for.
+        """
+        quantize = _group_quantization()
+        if quantize is None:
+            return
+        names = [each.name for each in quantize._schema.arguments]
+        fixed = _GROUP, LEAST_OF_GROUP, *get_fp8_min_max(), False, by_group, padded
+        fused = torch.ops.tllm.tap_norm_fp8_groups.default
+
+        def pattern(numbers: Any, scales: Any, *norm: Any) -> tuple[Any, ...]:
+            normed, added = torch.ops.tllm.tap_norm(*norm, False, plus_one)
+            given = dict(zip(names, (normed, numbers, scales, *fixed), strict=True))
+            _, numbers, scales = auto_functionalized(quantize, **given)
+            return numbers, added, scales
+
+        def replacement(_: Any, scales: Any, *norm: Any) -> Any:
+            given = dict(zip(_NORM, norm, strict=True))
+            more = {"scales": scales, "check": False, "plus_one": plus_one}
+            return auto_functionalized(fused, **given, **more)
+
+        rows, hidden = examples[0].shape
+        buffers = torch.empty(rows, hidden, dtype=FP8), torch.empty(rows, 1)
+        examples = [*examples, *buffers]
+        self._replace(_with_buffers(pattern), _with_buffers(replacement), examples)
+
+    def _replace(
+        self,
+        pattern: Callable[..., Any],
+        replacement: Callable[..., Any],
+        examples: list[torch.Tensor],
+    ) -> None:
         register_replacement(
-            named(pattern),
-            named(replacement),
+            pattern,
+            replacement,
             examples,
             fwd_only,
             self._patterns,
@@ -143,6 +208,8 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change a graph in place."""
         self.matched += self._patterns.apply(graph)
+        # Ours stands where a norm's sum was, which may be before what takes its scales.
+        stable_topological_sort(graph)
 
     def __deepcopy__(self, memo: Any) -> QuantizedNorms:
         """vLLM copies the compiler's options, of which this is one."""
@@ -158,6 +225,15 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
 
 _ANY_EPS = 1.25e-6
 """Stands for whatever a norm has, where a pattern is traced; nowhere else in it is this number."""
+_NORM = "stream", "residual", "weight", "eps", "desc", "plan"
+_GROUP = 128
+"""Numbers of a row that have a scale together, in all models with blocks of weights."""
+
+
+def _group_quantization() -> Any:
+    """vLLM's op that quantizes rows by groups, where it has one that is called as ours expects."""
+    op = getattr(torch.ops._C, "per_token_group_fp8_quant", None)
+    return op.default if op is not None and len(op.default._schema.arguments) == 10 else None
 
 
 def _examples(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -178,4 +254,11 @@ def _without_scale(run: Callable[..., Any]) -> Callable[..., Any]:
     """The same, where no scale is given."""
     return lambda stream, residual, weight, eps, desc, plan: run(
         None, stream, residual, weight, eps, desc, plan
+    )
+
+
+def _with_buffers(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where numbers and scales are written to what is there for them."""
+    return lambda stream, residual, weight, eps, desc, plan, numbers, scales: run(
+        numbers, scales, stream, residual, weight, eps, desc, plan
     )

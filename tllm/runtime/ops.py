@@ -57,6 +57,13 @@ def _tap_norm_fp8_meta(
     )
 
 
+def _tap_norm_fp8_groups_meta(
+    stream: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers, residual, _ = _tap_norm_fp8_meta(stream)
+    return numbers, residual
+
+
 _SCALE = 6  # its place among the arguments behind the first
 
 _library = torch.library.Library("tllm", "FRAGMENT")
@@ -88,6 +95,18 @@ _library.impl("tap_norm_fp8", tap_norm_kernel.launch_fp8, "CUDA")
 _library.impl("tap_norm_fp8", _on_cpu(tap_norm_kernel, 3, "_fp8"), "CPU")
 _library.impl("tap_norm_fp8", _tap_norm_fp8_meta, "Meta")
 
+_library.define(
+    "tap_norm_fp8_groups(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc,"
+    " Tensor plan, Tensor(a!) scales, bool check=False, bool plus_one=False)"
+    " -> (Tensor numbers, Tensor residual)",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("tap_norm_fp8_groups", tap_norm_kernel.launch_fp8_groups, "CUDA")
+_library.impl("tap_norm_fp8_groups", _on_cpu(tap_norm_kernel, 3, "_fp8_groups"), "CPU")
+_library.impl("tap_norm_fp8_groups", _tap_norm_fp8_groups_meta, "Meta")
+
 tap = torch.ops.tllm.tap
 tap_norm = torch.ops.tllm.tap_norm
 tap_norm_fp8 = torch.ops.tllm.tap_norm_fp8
+tap_norm_fp8_groups = torch.ops.tllm.tap_norm_fp8_groups
+ALL = tap, tap_norm, tap_norm_fp8, tap_norm_fp8_groups

@@ -43,7 +43,7 @@ def compile_digest(points: Iterable[str], dtype: torch.dtype, fuse_norms: bool) 
     baked = {
         "layout": LAYOUT_VERSION,
         "descriptor": DESCRIPTOR_WIDTH,
-        "ops": [str(op.default._schema) for op in (ops.tap, ops.tap_norm, ops.tap_norm_fp8)],
+        "ops": [str(op.default._schema) for op in ops.ALL],
         "fuse_norms": fuse_norms and HAS_TRITON,
         "points": sorted(points),
         "dtype": str(dtype),

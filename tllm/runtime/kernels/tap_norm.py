@@ -12,7 +12,9 @@ Where linear layers multiply FP8 numbers, those of a normed row are made here, t
     scale = max(max |normed| / 448, 1 / (448 * 512)), of each row; or one that the model brings
     numbers = normed / scale, between -448 and 448, rounded to e4m3
 
-from what is normed in float32, as torch.compile computes the formula of vLLM's `QuantFP8`.
+from what is normed in float32, as torch.compile computes the formula of vLLM's `QuantFP8`. Where
+each group of a row's numbers has a scale, both are made from normed rows in the model's dtype, with
+1e-10 for the least maximum, as vLLM's kernel for such groups does.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ LARGEST = torch.finfo(FP8).max
 """That numbers of FP8 have."""
 LEAST_SCALE = 1 / (LARGEST * 512)
 """Of a row of small numbers."""
+LEAST_OF_GROUP = 1e-10
+"""The least that the largest number of a group is taken for."""
 
-_PLAIN, _ROW, _GIVEN = range(3)
-"""Of the kernel: normed rows in the model's dtype, or FP8 numbers with a scale of each row's own or
-one that is given."""
+_PLAIN, _ROW, _GIVEN, _GROUPS = range(4)
+"""Of the kernel: normed rows in the model's dtype, or FP8 numbers with a scale of each row's own,
+one that is given, or one of each group of a row's numbers."""
 
 if HAS_TRITON:
     import triton
@@ -49,38 +53,66 @@ if HAS_TRITON:
     _LEAST = tl.constexpr(LEAST_SCALE)
     _NO_SCALE = tl.constexpr(_PLAIN)
     _OWN_SCALE = tl.constexpr(_ROW)
+    _GROUP_SCALES = tl.constexpr(_GROUPS)
+    _LEAST_LARGEST = tl.constexpr(LEAST_OF_GROUP)
+
+    @triton.jit
+    def _in_groups(x, scale_ptr, stride, HIDDEN: tl.constexpr, GROUP: tl.constexpr):
+        """A row over the scales of its groups, which are stored."""
+        COUNT: tl.constexpr = x.shape[0] // GROUP
+        groups = tl.reshape(x, (COUNT, GROUP))
+        largest = tl.maximum(tl.max(tl.abs(groups), axis=1), _LEAST_LARGEST)
+        scales = tl.div_rn(largest, tl.full((COUNT,), _LARGEST_NUMBER, tl.float32))
+        number = tl.arange(0, COUNT)
+        tl.store(scale_ptr + number * stride, scales, mask=number < HIDDEN // GROUP)
+        # One division for a group, and of each quotient what is left of the number, gives what a
+        # division of each would: those took as long as all the rest.
+        inverses = tl.div_rn(tl.full((COUNT,), 1.0, tl.float32), scales)
+        scale = tl.broadcast_to(scales[:, None], groups.shape)
+        inverse = tl.broadcast_to(inverses[:, None], groups.shape)
+        quotients = groups * inverse
+        left = tl.fma(-quotients, scale, groups)
+        return tl.reshape(tl.fma(left, inverse, quotients), x.shape)
 
     @triton.jit
     def _finish(
         x,
         weight,
         row,
-        normed_ptr,
-        sum_ptr,
-        scale_ptr,
+        stored,
         offsets,
         inside,
         eps,
         HIDDEN: tl.constexpr,
         FORM: tl.constexpr,
+        GROUP: tl.constexpr,
         PLUS_ONE: tl.constexpr,
     ):
-        """Norm a sum, and store both."""
+        """Norm a sum, and store both.
+
+        Args:
+            stored: where normed rows, sums and scales go, and the strides of the last.
+        """
+        normed_ptr, sum_ptr, scale_ptr, scale_row_stride, scale_stride = stored
         at = row * HIDDEN + offsets
         tl.store(sum_ptr + at, x.to(sum_ptr.dtype.element_ty), mask=inside)
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
         x *= weight.to(tl.float32) + 1.0 if PLUS_ONE else weight.to(tl.float32)
         if FORM != _NO_SCALE:
-            if FORM == _OWN_SCALE:
-                scale = tl.maximum(tl.max(tl.abs(x), axis=0) / _LARGEST_NUMBER, _LEAST)
-                tl.store(scale_ptr + row, scale)
+            if FORM == _GROUP_SCALES:
+                x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+                x = _in_groups(x, scale_ptr + row * scale_row_stride, scale_stride, HIDDEN, GROUP)
             else:
-                scale = tl.load(scale_ptr)
-            x *= 1.0 / scale
+                if FORM == _OWN_SCALE:
+                    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / _LARGEST_NUMBER, _LEAST)
+                    tl.store(scale_ptr + row, scale)
+                else:
+                    scale = tl.load(scale_ptr)
+                x *= 1.0 / scale
             x = tl.minimum(tl.maximum(x, -_LARGEST_NUMBER), _LARGEST_NUMBER)
         tl.store(normed_ptr + at, x.to(normed_ptr.dtype.element_ty), mask=inside)
 
-    @triton.jit(do_not_specialize=["plan_stride", "eps"])
+    @triton.jit(do_not_specialize=["plan_stride", "scale_row_stride", "scale_stride", "eps"])
     def _tap_norm_kernel(
         stream_ptr,
         residual_ptr,
@@ -93,10 +125,13 @@ if HAS_TRITON:
         plan_stride,
         stream_stride,
         residual_stride,
+        scale_row_stride,
+        scale_stride,
         eps,
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
         FORM: tl.constexpr,
+        GROUP: tl.constexpr,
         PLUS_ONE: tl.constexpr,
         CHECK: tl.constexpr,
         AHEAD: tl.constexpr,
@@ -113,6 +148,7 @@ if HAS_TRITON:
             sequence = sequence_of(flags, plan_ptr, plan_stride)
             wanted = tl.maximum(wanted, sequence)
         row = tl.program_id(0).to(tl.int64)
+        stored = (normed_ptr, sum_ptr, scale_ptr, scale_row_stride, scale_stride)
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
         ahead = (0, 0)
@@ -133,14 +169,13 @@ if HAS_TRITON:
                     plain,
                     weight,
                     row,
-                    normed_ptr,
-                    sum_ptr,
-                    scale_ptr,
+                    stored,
                     offsets,
                     inside,
                     eps,
                     HIDDEN,
                     FORM,
+                    GROUP,
                     PLUS_ONE,
                 )
                 return
@@ -174,14 +209,13 @@ if HAS_TRITON:
             x,
             weight,
             row,
-            normed_ptr,
-            sum_ptr,
-            scale_ptr,
+            stored,
             offsets,
             inside,
             eps,
             HIDDEN,
             FORM,
+            GROUP,
             PLUS_ONE,
         )
 
@@ -253,6 +287,32 @@ def launch_fp8(
     return numbers, added, found
 
 
+def launch_fp8_groups(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    scales: torch.Tensor,
+    check: bool = False,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, with a scale for each group of a row's numbers.
+
+    Args:
+        scales: takes the scales, float32 `[rows, groups]` with any strides; the groups of a row
+            have `hidden // groups` numbers each, a power of two.
+
+    Returns the numbers (e4m3) and the sum.
+    """
+    numbers = torch.empty(stream.shape, dtype=FP8, device=stream.device)
+    added = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+    rows = stream, residual, weight
+    _run(*rows, eps, desc, plan, check, plus_one, numbers, added, scales, _GROUPS)
+    return numbers, added
+
+
 def _scales(stream: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
     """The shape of what is found of scales."""
     return (*stream.shape[:-1], 1) if scale is None else (0,)
@@ -278,6 +338,9 @@ def _run(
         return
     block = triton.next_power_of_2(hidden)
     chosen = tap.options(num_rows, stream.device)
+    groups, strides = 0, (0, 0)
+    if scales is not None and form == _GROUPS:
+        groups, strides = scales.shape[-1], scales.stride()
     if block <= _WIDEST and torch.version.cuda is not None:
         chosen["maxnreg"] = _AHEAD_REGISTERS if chosen["AHEAD"] else _REGISTERS
     _tap_norm_kernel[(num_rows,)](
@@ -292,10 +355,12 @@ def _run(
         plan.stride(0),
         stream.stride(-2),
         residual.stride(-2),
+        *strides,
         eps,
         HIDDEN=hidden,
         BLOCK=block,
         FORM=form,
+        GROUP=hidden // groups if groups else 0,
         PLUS_ONE=plus_one,
         CHECK=check,
         num_warps=warps(block),
@@ -336,6 +401,25 @@ def reference_fp8(
         scale = found.copy_((normed.abs().amax(-1, keepdim=True) / LARGEST).clamp(LEAST_SCALE))
     numbers = (normed * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
     return numbers, added, found
+
+
+def reference_fp8_groups(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    scales: torch.Tensor,
+    check: bool = False,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of `launch_fp8_groups`."""
+    normed, added = reference(stream, residual, weight, eps, desc, plan, check, plus_one)
+    groups = normed.float().unflatten(-1, (scales.shape[-1], -1))
+    scales.copy_((groups.abs().amax(-1).clamp(LEAST_OF_GROUP) / LARGEST).view(scales.shape))
+    numbers = (groups / scales.view(groups.shape[:-1])[..., None]).clamp(-LARGEST, LARGEST)
+    return numbers.flatten(-2).to(FP8), added
 
 
 def _normed(
