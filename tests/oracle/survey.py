@@ -377,10 +377,11 @@ An empty cell was not run. *not run* on V2: the harness interprets Triton on a C
 compiles a part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its process ends).
 
 Quantized: a Qwen 2 in five formats, W8A8, W4A16 and FP8 of `compressed-tensors`, GPTQ and AWQ, was
-served on a CPU on the V1 runner, and on an H200, there with FP8 of one scale, too. Its tokens, and
-the rows that leave every block, are those of the same quantized model in plain vLLM
-(`tests/engine/test_quantized.py`). In the formats of `compressed-tensors` its norms are
-computed with their taps on a GPU. vLLM 0.32 has no bitsandbytes any more.
+served on a CPU on the V1 runner, and on an H200, there with the format `fp8`, too (one scale for a
+weight, one for each of its blocks, and quantized when it is loaded). Its tokens, and the rows that
+leave every block, are those of the same quantized model in plain vLLM
+(`tests/engine/test_quantized.py`). On a GPU its norms are computed with their taps. vLLM 0.32 has
+no bitsandbytes any more.
 """
 
 
