@@ -14,10 +14,10 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
-from tllm import LLM, AsyncLLM, attach
+from tllm import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, attach
 from tllm.consumers.base import Consumer
 from tllm.consumers.logging import LoggingConsumer
-from tllm.engine.options import SCHEDULER, WORKERS
+from tllm.engine.options import SCHEDULER, WORKERS, EngineOptions
 from tllm.ports import ConsumerFlow, ResidualStream
 
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
@@ -257,6 +257,56 @@ def test_of_an_engine_whose_consumer_cannot_begin_no_process_is_left(tiny_model,
     for process in left:
         process.join(60)  # it has been told to end
     assert told.traceback and not any(process.is_alive() for process in left)
+
+
+ASKED = {"consumers": ["logging"], "hook_points": "post_block", "max_capture_mib": 16}
+"""By the arguments of a constructor; the rest by `OF_CONFIG`."""
+OF_CONFIG = {"tllm": {"max_capture_mib": 8, "max_steering_configs": 3}}
+
+
+def test_what_an_engine_is_made_from_may_be_vllms_and_brings_our_arguments(tiny_model):
+    """Options in `additional_config` were dropped by `LLM`, in silence; `from_engine_args` took no
+    consumers."""
+    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
+    args = EngineArgs(tiny_model, **options, additional_config=OF_CONFIG)
+    llm = LLM.from_engine_args(args, **ASKED)
+    assert type(llm) is LLM
+    found = EngineOptions.of(llm.llm_engine.vllm_config)
+    assert (found.hook_points, found.max_capture_mib) == (("post_block",), 16)
+    assert found.max_steering_configs == 3 and found.max_conversations == 4096
+    (output,) = generate(llm, prompts_of([7]), greedy(2, capture=CAPTURE))
+    assert llm.consumers.keys() == {"logging", "memory"}
+    assert output.activations["post_block"][1].tensor.shape == (8, HIDDEN)
+    with pytest.raises(ValueError, match="post_attn"):
+        elsewhere = {"memory": {"hooks": {"post_attn": [1]}, "positions": "all"}}
+        generate(llm, prompts_of([7]), greedy(2, capture=elsewhere))
+
+
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize("made", ["from_engine_args", "from_vllm_config"])
+def test_an_async_engine_is_made_from_what_is_vllms_with_our_arguments(tiny_model, made):
+    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
+    args = AsyncEngineArgs(tiny_model, **options, additional_config=OF_CONFIG)
+
+    async def use():
+        given = args if made == "from_engine_args" else args.create_engine_config()
+        with pytest.raises(TypeError, match=r"'consumer' is no argument .*mean consumers"):
+            getattr(AsyncLLM, made)(given, consumer="logging")
+        engine = getattr(AsyncLLM, made)(given, **ASKED)
+        try:
+            assert type(engine) is AsyncLLM
+            found = EngineOptions.of(engine.vllm_config)
+            assert (found.hook_points, found.max_capture_mib) == (("post_block",), 16)
+            assert found.max_steering_configs == 3
+            (prompt,) = prompts_of([7])
+            async for _ in engine.generate(prompt, greedy(2, capture=CAPTURE), "mine"):
+                pass
+            assert engine.consumers.keys() == {"logging", "memory"}
+            assert await engine.read_stats("logging")
+        finally:
+            engine.shutdown()
+
+    asyncio.run(use())
 
 
 def test_an_engine_with_other_workers_is_refused(llm):

@@ -35,9 +35,8 @@ class OurArguments(TypedDict, total=False):
             (`llm.patching`), on the device and on the host.
         max_conversations: how many conversations conditions are remembered for at a time.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
-            compiles the model for a GPU and does not quantize it, or as `compressed-tensors`
-            does). With False a tap costs a launch of its own, and what is not intervened in is
-            computed by vLLM's own kernels alone.
+            compiles the model for a GPU). With False a tap costs a launch of its own, and what is
+            not intervened in is computed by vLLM's own kernels alone.
     """
 
     consumers: Iterable[Consumer | str]

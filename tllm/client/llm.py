@@ -6,12 +6,12 @@ import inspect
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import fields
-from functools import wraps
+from functools import partial, wraps
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import vllm
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 from vllm.usage.usage_lib import UsageContext
@@ -20,6 +20,7 @@ from tllm.client.arguments import (
     RESULT_TIMEOUT_S,
     AsyncLLMArguments,
     LLMArguments,
+    OurArguments,
     check_names,
     split,
 )
@@ -110,6 +111,16 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         except BaseException:
             self.llm_engine.engine_core.shutdown()  # as of an `AsyncLLM`
             raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **given: Unpack[OurArguments]) -> LLM:
+        """As vLLM's, with interventions.
+
+        Args:
+            **given: those of `tllm.client.arguments.OurArguments`.
+        """
+        llm: LLM = _made_by(vllm.LLM.from_engine_args, cls, engine_args, **given)
+        return llm
 
     @_as(vllm.LLM.encode)
     def encode(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,25 +220,37 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
     Args:
         vllm_config: tLLM is attached in it; its `additional_config["tllm"]` may hold the fields of
             `tllm.engine.options.EngineOptions`.
-        consumers, capture_consumers, result_timeout_s: as `LLM` takes them.
-        *args, **kwargs: as vLLM's class takes them.
+        *args, **kwargs: as vLLM's class takes them, and those of
+            `tllm.client.arguments.OurArguments`.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        executor_class: Any,
-        *args: Any,
-        consumers: Iterable[Consumer | str] = (),
-        capture_consumers: Iterable[Consumer | str] = (),
-        result_timeout_s: float = RESULT_TIMEOUT_S,
-        **kwargs: Any,
-    ) -> None:
-        chosen, capturing = _chosen(consumers, capture_consumers, result_timeout_s)
-        attach_to_config(vllm_config, chosen)
+    def __init__(self, vllm_config: Any, executor_class: Any, *args: Any, **kwargs: Any) -> None:
+        ours, options, theirs = split(kwargs)
+        chosen, capturing = _chosen(**ours)
+        result_timeout_s = ours.get("result_timeout_s", RESULT_TIMEOUT_S)
+        attach_to_config(vllm_config, options, chosen)
         with limits.told(vllm_config.additional_config):
-            super().__init__(vllm_config, executor_in_place_of(executor_class), *args, **kwargs)
+            super().__init__(vllm_config, executor_in_place_of(executor_class), *args, **theirs)
         self._client = _attached(self, self, chosen, capturing, result_timeout_s)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, *args: Any, **kwargs: Any) -> AsyncLLM:
+        """As vLLM's, with interventions.
+
+        Args:
+            *args, **kwargs: as vLLM's takes them, and those of
+                `tllm.client.arguments.OurArguments`.
+        """
+        theirs = vllm.AsyncLLMEngine.from_engine_args
+        engine: AsyncLLM = _made_by(theirs, cls, engine_args, *args, **kwargs)
+        return engine
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> AsyncLLM:
+        """The same, from a `VllmConfig`."""
+        theirs = vllm.AsyncLLMEngine.from_vllm_config
+        engine: AsyncLLM = _made_by(theirs, cls, vllm_config, *args, **kwargs)
+        return engine
 
     @classmethod
     async def create(cls, model: str, **given: Unpack[AsyncLLMArguments]) -> AsyncLLM:
@@ -411,6 +434,14 @@ def _vllm_names() -> set[str]:
     """What vLLM's engines take by keyword."""
     parameters = inspect.signature(vllm.LLM.__init__).parameters
     return {*parameters, *(field.name for field in fields(AsyncEngineArgs))} - {"self", "kwargs"}
+
+
+def _made_by(theirs: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
+    """What a class method of vLLM's makes of one of our classes, which is handed our arguments."""
+    names = OurArguments.__annotations__.keys() & kwargs.keys()
+    ours = {name: kwargs.pop(name) for name in names}
+    check_names(kwargs, inspect.signature(theirs).parameters)
+    return theirs.__func__(partial(cls, **ours), *args, **kwargs)
 
 
 def _chosen(

@@ -151,13 +151,15 @@ def engine_arguments(
 
     Args:
         kwargs: the user's engine arguments.
+        options: fields of `EngineOptions`; they count before those that `additional_config` has.
         consumers: known already; the hook points they need are installed too.
     """
     versions.probe()
     limits.check_arguments(kwargs)
     for name in ("worker_cls", "scheduler_cls"):
         _check_place(name, kwargs.get(name))
-    chosen = EngineOptions(**options).resolved(eager=bool(kwargs.get("enforce_eager")))
+    asked = replace(EngineOptions.from_config(kwargs.get("additional_config")), **options)
+    chosen = asked.resolved(eager=bool(kwargs.get("enforce_eager")))
     chosen = _with_points_of(consumers, chosen)
     return {
         **kwargs,
@@ -171,10 +173,13 @@ def engine_arguments(
     }
 
 
-def attach_to_config(vllm_config: Any, consumers: Iterable[Consumer]) -> None:
+def attach_to_config(
+    vllm_config: Any, options: Mapping[str, Any], consumers: Iterable[Consumer]
+) -> None:
     """Let an engine that is made from this config have tLLM attached.
 
-    The options are in its `additional_config`, or the defaults.
+    Args:
+        options, consumers: as of `engine_arguments`.
     """
     versions.probe()
     limits.check(vllm_config)
@@ -182,11 +187,13 @@ def attach_to_config(vllm_config: Any, consumers: Iterable[Consumer]) -> None:
     if not str(parallel.worker_cls).startswith("vllm."):
         _check_place("worker_cls", parallel.worker_cls)
     _check_place("scheduler_cls", scheduler.scheduler_cls)
-    options = _with_points_of(consumers, EngineOptions.of(vllm_config))
+    asked = replace(EngineOptions.from_config(vllm_config.additional_config), **options)
+    chosen = asked.resolved(eager=vllm_config.model_config.enforce_eager)
+    chosen = _with_points_of(consumers, chosen)
     parallel.worker_cls = WORKERS[not current_platform.is_cpu()]
     scheduler.scheduler_cls = SCHEDULER
     given = vllm_config.additional_config or {}
-    vllm_config.additional_config = {**given, CONFIG_KEY: options.to_config()}
+    vllm_config.additional_config = {**given, CONFIG_KEY: chosen.to_config()}
 
 
 def check_attached(vllm_config: Any) -> None:
