@@ -12,6 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.platforms import current_platform
 
 from tllm.engine import quantized_norms
 from tllm.engine.quantized_norms import QuantizedNorms
@@ -162,7 +163,7 @@ def test_vllm_can_copy_the_pass_and_know_it_again(config):
     assert one.uuid() == QuantizedNorms(config).uuid()
 
 
-def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(config):
+def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(config, monkeypatch):
     def can(written="float-quantized", *, name="compressed-tensors", taken=None, **more):
         options = {} if taken is None else {quantized_norms._key(): taken}
         compiling = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **more}
@@ -177,4 +178,7 @@ def test_only_formats_whose_numbers_are_known_are_computed_with_their_taps(confi
     assert can(None, name="fp8") and can(None, name="auto_awq")
     assert not can("nvfp4-pack-quantized") and not can(None, name="bitsandbytes")
     assert not can(taken=lambda graph: None)
+    with monkeypatch.context() as other:
+        other.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+        assert not can()
     assert not can(mode=CompilationMode.NONE) and not can(backend="eager")

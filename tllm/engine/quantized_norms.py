@@ -47,7 +47,7 @@ uses(
     _FUSED,
     takes="x scale",
 )
-uses("vllm.platforms.interface.Platform", "pass_key", _FUSED)
+uses("vllm.platforms.interface.Platform", "pass_key fp8_dtype", _FUSED)
 uses(
     "vllm.model_executor.layers.quantization.utils.quant_utils.GroupShape",
     "PER_TOKEN PER_TENSOR",
@@ -82,7 +82,8 @@ the model's dtype, or matched here. Others are not listed until they were compar
 def can_fuse(vllm_config: Any) -> bool:
     """Whether norms of this quantized model are computed as vLLM does, if with their taps.
 
-    Not where somebody else's pass has the only place for one.
+    Not where somebody else's pass has the only place for one, nor on a device with other numbers of
+    FP8 than ours.
     """
     compiling = vllm_config.compilation_config
     quantized = vllm_config.quant_config
@@ -91,6 +92,7 @@ def can_fuse(vllm_config: Any) -> bool:
         and _was_compared(quantized)
         and compiling.mode == CompilationMode.VLLM_COMPILE
         and compiling.backend == "inductor"
+        and current_platform.fp8_dtype() == FP8
         and isinstance(_pass_of(compiling), QuantizedNorms | None)
     )
 
