@@ -14,7 +14,7 @@ from vllm import AsyncEngineArgs, EngineArgs
 from tllm import LLM, AsyncLLM
 from tllm.client.arguments import AsyncLLMArguments, LLMArguments, OurArguments, split
 from tllm.client.vllm_arguments import VllmArguments
-from tllm.engine.options import EngineOptions
+from tllm.engine.options import EngineOptions, engine_arguments
 
 OF_VLLM_032 = pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."), reason="the arguments are those of vLLM 0.32"
@@ -74,6 +74,24 @@ def test_the_capture_ring_begins_within_its_limit():
 def test_an_argument_that_nobody_knows_is_refused():
     with pytest.raises(TypeError, match="capture_mb"):
         LLM("nowhere", capture_mb=8)
+
+
+def test_options_in_the_additional_config_are_those_of_the_engine():
+    """`LLM` took the defaults in their place, in silence."""
+    given = {"overflow": "drop", "capture_mib": 8, "max_capture_mib": None}
+    arguments = engine_arguments({"additional_config": {"tllm": given}}, {"capture_mib": 16}, ())
+    found = EngineOptions.from_config(arguments["additional_config"])
+    assert (found.overflow, found.capture_mib, found.max_capture_mib) == ("drop", 16, None)
+    assert EngineOptions.from_config({"tllm": None}) == EngineOptions()
+    for wrong, told in (("drop", "give a dict of hook_points"), ({"over": 1}, r"options \['over'")):
+        with pytest.raises(ValueError, match=told):
+            engine_arguments({"additional_config": {"tllm": wrong}}, {}, ())
+
+
+def test_an_argument_that_belongs_into_vllms_is_refused_where_it_stands():
+    told = "no argument of from_engine_args; vLLM's belong into what it is given first. tLLM's own"
+    with pytest.raises(TypeError, match=told):
+        LLM.from_engine_args(None, max_model_len=8)
 
 
 @pytest.mark.parametrize("name", ["encode", "embed", "classify", "score", "beam_search"])

@@ -35,8 +35,9 @@ class OurArguments(TypedDict, total=False):
             (`llm.patching`), on the device and on the host.
         max_conversations: how many conversations conditions are remembered for at a time.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
-            compiles the model for a GPU). With False a tap costs a launch of its own, and what is
-            not intervened in is computed by vLLM's own kernels alone.
+            compiles the model for a GPU, and quantizes it not at all or in the formats of
+            `doc/reference/port-catalog.md`). With False a tap costs a launch of its own, and what
+            is not intervened in is computed by vLLM's own kernels alone.
     """
 
     consumers: Iterable[Consumer | str]
@@ -90,18 +91,26 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     return of_client, options, theirs
 
 
-def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse arguments that no engine takes; `TypeError` names the nearest.
+def check_names(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    of: str = "an engine",
+    otherwise: str = "it takes what vllm.LLM takes",
+) -> None:
+    """Refuse arguments that nobody takes; `TypeError` names the nearest.
 
     Args:
-        known: what vLLM's engines take.
+        known: what vLLM's engines take, or what else they were given to.
+        of: what they were given to.
+        otherwise: what is said where none is near.
     """
     unknown = next((name for name in given if name not in known), None)
     if unknown is None:
         return
-    near = get_close_matches(unknown, [*OurArguments.__annotations__, *known], cutoff=0.5)
-    meant = f"did you mean {' or '.join(near)}?" if near else "it takes what vllm.LLM takes"
+    names = [] if unknown in AsyncLLMArguments.__annotations__ else OurArguments.__annotations__
+    near = get_close_matches(unknown, [*names, *known], cutoff=0.5) if names else []
+    meant = f"did you mean {' or '.join(near)}?" if near else f"{otherwise}."
     raise TypeError(
-        f"{unknown!r} is no argument of an engine; {meant} tLLM's own are "
+        f"{unknown!r} is no argument of {of}; {meant} tLLM's own are "
         f"{', '.join(OurArguments.__annotations__)}"
     )

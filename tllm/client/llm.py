@@ -221,7 +221,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         vllm_config: tLLM is attached in it; its `additional_config["tllm"]` may hold the fields of
             `tllm.engine.options.EngineOptions`.
         *args, **kwargs: as vLLM's class takes them, and those of
-            `tllm.client.arguments.OurArguments`.
+            `tllm.client.arguments.OurArguments`, which are noted in `vllm_config`.
     """
 
     def __init__(self, vllm_config: Any, executor_class: Any, *args: Any, **kwargs: Any) -> None:
@@ -440,7 +440,8 @@ def _made_by(theirs: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     """What a class method of vLLM's makes of one of our classes, which is handed our arguments."""
     names = OurArguments.__annotations__.keys() & kwargs.keys()
     ours = {name: kwargs.pop(name) for name in names}
-    check_names(kwargs, inspect.signature(theirs).parameters)
+    taken = inspect.signature(theirs).parameters
+    check_names(kwargs, taken, theirs.__name__, "vLLM's belong into what it is given first")
     return theirs.__func__(partial(cls, **ours), *args, **kwargs)
 
 

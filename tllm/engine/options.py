@@ -123,7 +123,13 @@ class EngineOptions:
     def from_config(cls, additional_config: Any) -> EngineOptions:
         """The options in a `VllmConfig`; the defaults when there are none."""
         config = additional_config if isinstance(additional_config, Mapping) else {}
-        given = dict(config.get(CONFIG_KEY, {}))
+        of_config = config.get(CONFIG_KEY) or {}
+        if not isinstance(of_config, Mapping):
+            raise ValueError(
+                f"additional_config[{CONFIG_KEY!r}]={of_config!r:.60} was given; give a dict of "
+                f"{', '.join(f.name for f in fields(cls))}"
+            )
+        given = {name: value for name, value in of_config.items() if value is not None}
         if unknown := sorted(set(given) - {f.name for f in fields(cls)}):
             raise ValueError(
                 f"additional_config[{CONFIG_KEY!r}] has unknown options {unknown}; it takes "

@@ -65,7 +65,7 @@ uses(
     _FUSED,
 )
 uses("vllm.config", "CompilationMode", _FUSED)
-uses("vllm.config.CompilationConfig", "inductor_compile_config pass_config mode backend", _FUSED)
+uses("vllm.config.CompilationConfig", "inductor_compile_config mode backend", _FUSED)
 
 _COMPARED = {
     "auto_awq": None,
@@ -76,7 +76,8 @@ _COMPARED = {
 }
 """Ways of quantizing whose linear layers quantize their input not at all, by a kernel of their own,
 or by `QuantFP8`, and of which formats (None: of all): what the norm before them gives is rounded to
-the model's dtype, or matched here. Others are not listed until they were compared on a GPU."""
+the model's dtype, or matched here. Others are not listed until they were compared on a GPU; of
+`online`, FP8 was."""
 
 
 def can_fuse(vllm_config: Any) -> bool:

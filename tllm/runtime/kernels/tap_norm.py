@@ -340,7 +340,7 @@ def _run(
     chosen = tap.options(num_rows, stream.device)
     groups, strides = 0, (0, 0)
     if scales is not None and form == _GROUPS:
-        groups, strides = scales.shape[-1], scales.stride()
+        groups, strides = scales.shape[-1], scales.stride()[-2:]
     if block <= _WIDEST and torch.version.cuda is not None:
         chosen["maxnreg"] = _AHEAD_REGISTERS if chosen["AHEAD"] else _REGISTERS
     _tap_norm_kernel[(num_rows,)](
