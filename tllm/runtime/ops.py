@@ -67,43 +67,55 @@ def _tap_norm_fp8_groups_meta(
 _SCALE = 6  # its place among the arguments behind the first
 
 _library = torch.library.Library("tllm", "FRAGMENT")
-_library.define(
+_NORM = "Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc, Tensor plan"
+"""What every op of a norm takes first."""
+
+
+def _define(
+    schema: str, kernel: ModuleType, descriptor: int, meta: Callable[..., Any], form: str = ""
+) -> None:
+    """Define an op.
+
+    Args:
+        kernel, descriptor, form: as of `_on_cpu`.
+        meta: shapes and dtypes of what it returns.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, getattr(kernel, f"launch{form}"), "CUDA")
+    _library.impl(name, _on_cpu(kernel, descriptor, form), "CPU")
+    _library.impl(name, meta, "Meta")
+
+
+_define(
     "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan,"
     " bool check=False) -> ()",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    tap_kernel,
+    1,
+    _tap_meta,
 )
-_library.impl("tap", tap_kernel.launch, "CUDA")
-_library.impl("tap", _on_cpu(tap_kernel, 1), "CPU")
-_library.impl("tap", _tap_meta, "Meta")
-
-_library.define(
-    "tap_norm(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc, Tensor plan,"
-    " bool check=False, bool plus_one=False) -> (Tensor normed, Tensor residual)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+_define(
+    f"tap_norm({_NORM}, bool check=False, bool plus_one=False) -> (Tensor normed, Tensor residual)",
+    tap_norm_kernel,
+    3,
+    _tap_norm_meta,
 )
-_library.impl("tap_norm", tap_norm_kernel.launch, "CUDA")
-_library.impl("tap_norm", _on_cpu(tap_norm_kernel, 3), "CPU")
-_library.impl("tap_norm", _tap_norm_meta, "Meta")
-
-_library.define(
-    "tap_norm_fp8(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc,"
-    " Tensor plan, bool check=False, Tensor? scale=None, bool plus_one=False)"
+_define(
+    f"tap_norm_fp8({_NORM}, bool check=False, Tensor? scale=None, bool plus_one=False)"
     " -> (Tensor numbers, Tensor residual, Tensor scale)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    tap_norm_kernel,
+    3,
+    _tap_norm_fp8_meta,
+    "_fp8",
 )
-_library.impl("tap_norm_fp8", tap_norm_kernel.launch_fp8, "CUDA")
-_library.impl("tap_norm_fp8", _on_cpu(tap_norm_kernel, 3, "_fp8"), "CPU")
-_library.impl("tap_norm_fp8", _tap_norm_fp8_meta, "Meta")
-
-_library.define(
-    "tap_norm_fp8_groups(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc,"
-    " Tensor plan, Tensor(a!) scales, bool check=False, bool plus_one=False)"
+_define(
+    f"tap_norm_fp8_groups({_NORM}, Tensor(a!) scales, bool check=False, bool plus_one=False)"
     " -> (Tensor numbers, Tensor residual)",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    tap_norm_kernel,
+    3,
+    _tap_norm_fp8_groups_meta,
+    "_fp8_groups",
 )
-_library.impl("tap_norm_fp8_groups", tap_norm_kernel.launch_fp8_groups, "CUDA")
-_library.impl("tap_norm_fp8_groups", _on_cpu(tap_norm_kernel, 3, "_fp8_groups"), "CPU")
-_library.impl("tap_norm_fp8_groups", _tap_norm_fp8_groups_meta, "Meta")
 
 tap = torch.ops.tllm.tap
 tap_norm = torch.ops.tllm.tap_norm
