@@ -135,6 +135,8 @@ SHAPES = {
         Shape("7b-w4a16", 3584, 18944, 28, 28, 4, 152064, quantized="w4a16"),
         Shape("7b-fp8-tensor", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-tensor"),
         Shape("7b-fp8-blocks", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-blocks"),
+        Shape("7b-fp8-deepgemm", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-blocks"),
+        Shape("7b-fp8-flashinfer", 3584, 18944, 28, 28, 4, 152064, quantized="fp8-blocks"),
         Shape("7b-awq", 3584, 18944, 28, 28, 4, 152064, quantized="awq"),
         Shape("gemma-4b", 2560, 10240, 34, 8, 4, 262208, gemma=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
@@ -247,6 +249,12 @@ def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
         # Every row has the whole vocabulary as candidates.
         Benchmark(f"esamp-unfiltered-{shape}", shape, "esamp", replace(workload, min_p=0.0)),
     ]
+
+
+def _multiplied(backend: str) -> Workload:
+    """With linear layers by one of vLLM's `linear_backend`s, of which it has several for FP8 in
+    blocks."""
+    return Workload(engine={"linear_backend": backend})
 
 
 def _esamp(shape: str, base: Workload, arrivals: float) -> list[Benchmark]:
@@ -365,7 +373,9 @@ BENCHMARKS = {
         *_on("7b-fp8"),
         *_on("7b-w4a16"),
         *_on("7b-fp8-tensor"),
-        *_on("7b-fp8-blocks"),
+        *_on("7b-fp8-blocks", _multiplied("cutlass")),
+        *_on("7b-fp8-deepgemm", _multiplied("deep_gemm")),
+        *_on("7b-fp8-flashinfer", _multiplied("flashinfer_cutlass")),
         *_on("7b-awq"),
         *_on("gemma-4b"),
         *_on("1.5b"),

@@ -20,13 +20,14 @@ from tllm.runtime import ops
 from tllm.runtime.columns import PLAN_ROWS
 from tllm.runtime.descriptor import DESCRIPTOR_WIDTH
 
-ROWS, HIDDEN = 7, 64
+ROWS, HIDDEN, GROUPS = 7, 64, 2
 
 
 @pytest.fixture(scope="module")
 def config():
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    config.compilation_config.pass_config.fuse_norm_quant = True  # as where FP8 has its kernels
     return config
 
 
@@ -117,44 +118,78 @@ def test_numbers_of_fp8_are_made_with_the_norm_where_nobody_else_reads_it(config
         assert torch.equal(ours, theirs)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.usefixtures("group_quantization")
-def test_scales_of_groups_are_made_with_the_norm(config, plus_one):
-    """A CPU cannot call the kernel for groups: had it not been replaced, this would fail."""
-    with set_current_vllm_config(config):
-        shape = GroupShape(1, quantized_norms._GROUP)
-        quantize = QuantFP8(False, shape, use_ue8m0=False, compile_native=False)
-    change, groups = QuantizedNorms(config), 2
+def block_with_groups(eps, plus_one, powers):
+    """Norms, and numbers of FP8 with a scale for each group of a row's, in both layouts of scales.
+
+    The function also takes what quantizes; vLLM's kernel on a GPU, if nothing is given.
+    """
 
     def quantized(normed, by_group):
-        """As vLLM does on a GPU."""
         numbers = torch.empty(normed.shape, dtype=torch.float8_e4m3fn)
-        shape = (groups, ROWS) if by_group else (ROWS, groups)
+        shape = (GROUPS, ROWS) if by_group else (ROWS, GROUPS)
         scales = torch.empty(shape).permute(-1, -2) if by_group else torch.empty(shape)
-        fixed = quantized_norms._GROUP, 1e-10, -448.0, 448.0, False, by_group, False
+        fixed = quantized_norms._GROUP, 1e-10, -448.0, 448.0, powers, by_group, False
         torch.ops._C.per_token_group_fp8_quant(normed, numbers, scales, *fixed)
         return numbers, scales
 
-    def block(stream, residual, weight, desc, plan, quantized):
+    def block(stream, residual, weight, desc, plan, quantized=quantized):
         found = []
         for by_group in (False, True):
             normed, residual = ops.tap_norm(
-                stream, residual, weight, 1e-2, desc, plan, False, plus_one
+                stream, residual, weight, eps, desc, plan, False, plus_one
             )
             numbers, scales = quantized(normed, by_group)
             found += [numbers.float(), scales]
         return *found, residual
 
-    asked = rows_and_tables(groups * quantized_norms._GROUP)
+    return block, rows_and_tables(GROUPS * quantized_norms._GROUP)
+
+
+as_vllm_has_it = torch._inductor.config.patch(enable_auto_functionalized_v2=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("eps", "plus_one", "powers"),
+    [(1e-2, False, False), (1e-2, True, False), (1e-6, False, True)],
+    ids=["any norm", "any norm of Gemma", "powers of two, fused by vLLM"],
+)
+@pytest.mark.usefixtures("group_quantization")
+def test_scales_of_groups_are_made_with_the_norm(config, eps, plus_one, powers):
+    """A CPU cannot call the kernel for groups: had it not been replaced, this would fail."""
+    with set_current_vllm_config(config):
+        shape = GroupShape(1, quantized_norms._GROUP)
+        quantize = QuantFP8(False, shape, use_ue8m0=False, compile_native=False)
+    change = QuantizedNorms(config)
+    block, asked = block_with_groups(eps, plus_one, powers)
     expected = block(*asked, lambda normed, _: quantize.forward_native(normed.float()))
-    run, graphs = compiled(lambda *asked: block(*asked, quantized), change)
-    with torch._inductor.config.patch(enable_auto_functionalized_v2=False):  # as vLLM has it
+    run, graphs = compiled(block, change)
+    with as_vllm_has_it:
         found = run(*asked)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
     [graph] = graphs
     assert change.matched == 2 and not called(graph)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("eps", "plus_one", "fuses"),
+    [(1e-2, False, True), (1e-6, True, True), (1e-6, False, False)],
+    ids=["another epsilon", "a norm of Gemma", "not told to"],
+)
+@pytest.mark.usefixtures("group_quantization")
+def test_powers_of_two_are_left_to_vllm_where_it_fuses_nothing(config, eps, plus_one, fuses):
+    """There its scales are rounded."""
+    told = copy.deepcopy(config)
+    told.compilation_config.pass_config.fuse_norm_quant = fuses
+    change = QuantizedNorms(told)
+    block, asked = block_with_groups(eps, plus_one, powers=True)
+    run, graphs = compiled(block, change)
+    with as_vllm_has_it, pytest.raises(NotImplementedError, match="per_token_group_fp8_quant"):
+        run(*asked)
+    [graph] = graphs
+    assert change.matched == 0 and called(graph) == {"tllm.tap_norm.default": 2}
 
 
 def test_vllm_can_copy_the_pass_and_know_it_again(config):

@@ -65,7 +65,8 @@ uses(
     _FUSED,
 )
 uses("vllm.config", "CompilationMode", _FUSED)
-uses("vllm.config.CompilationConfig", "inductor_compile_config mode backend", _FUSED)
+uses("vllm.config.CompilationConfig", "inductor_compile_config mode backend pass_config", _FUSED)
+uses("vllm.config.compilation.PassConfig", "fuse_norm_quant", _FUSED)
 
 _COMPARED = {
     "auto_awq": None,
@@ -120,6 +121,15 @@ def _key() -> str:
     return str(current_platform.pass_key)
 
 
+def _any_norm(_: Any) -> bool:
+    return True
+
+
+def _has_an_eps_of_vllms(match: Any) -> bool:
+    """Whether vLLM would fuse a norm with its quantization: it knows no others."""
+    return match.kwargs["eps"] in (1e-5, 1e-6)
+
+
 class QuantizedNorms(InductorPass):  # type: ignore[misc]
     """Puts `tap_norm_fp8` in the place of `tap_norm` and what `QuantFP8` makes of its rows.
 
@@ -131,14 +141,16 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         self.matched = 0
         self._patterns = PatternMatcherPass(pass_name="tllm_quantized_norms")
         dtype = vllm_config.model_config.dtype
+        fuses = vllm_config.compilation_config.pass_config.fuse_norm_quant
         with set_current_vllm_config(vllm_config, check_compile=False), FakeTensorMode():
             by_row = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, compile_native=False)
             given = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=False)
             for plus_one in (False, True):
                 self._register(by_row, plus_one, _examples(dtype))
                 self._register(given, plus_one, [*_examples(dtype), torch.empty(1)])
-                for by_group, padded in product((False, True), repeat=2):
-                    self._register_groups(by_group, padded, plus_one, _examples(dtype))
+                for powers in (False, True) if fuses and not plus_one else (False,):
+                    for layout in product((False, True), repeat=2):
+                        self._register_groups(powers, *layout, plus_one, _examples(dtype))
 
     def _register(self, quantize: Any, plus_one: bool, examples: list[torch.Tensor]) -> None:
         """Have numbers of FP8 behind a norm looked for.
@@ -162,11 +174,19 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         self._replace(named(pattern), named(replacement), examples)
 
     def _register_groups(
-        self, by_group: bool, padded: bool, plus_one: bool, examples: list[torch.Tensor]
+        self,
+        powers: bool,
+        by_group: bool,
+        padded: bool,
+        plus_one: bool,
+        examples: list[torch.Tensor],
     ) -> None:
         """Have numbers of FP8 with a scale for each group of a row's looked for.
 
         Args:
+            powers: where powers of two are asked for, as with DeepGEMM's products. A norm that
+                vLLM fuses with its quantization has them unrounded nevertheless, since its kernel
+                has no other scales, and so have ours. Other norms are left to vLLM.
             by_group: scales of the same group of all rows lie side by side.
             padded: to as many as a GPU's tensor memory accelerator asks for.
         """
@@ -174,7 +194,7 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         if quantize is None:
             return
         names = [each.name for each in quantize._schema.arguments]
-        fixed = _GROUP, LEAST_OF_GROUP, *get_fp8_min_max(), False, by_group, padded
+        fixed = _GROUP, LEAST_OF_GROUP, *get_fp8_min_max(), powers, by_group, padded
         fused = torch.ops.tllm.tap_norm_fp8_groups.default
 
         def pattern(numbers: Any, scales: Any, *norm: Any) -> tuple[Any, ...]:
@@ -191,13 +211,15 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         rows, hidden = examples[0].shape
         buffers = torch.empty(rows, hidden, dtype=FP8), torch.empty(rows, 1)
         examples = [*examples, *buffers]
-        self._replace(_with_buffers(pattern), _with_buffers(replacement), examples)
+        fused_by_vllm = _has_an_eps_of_vllms if powers else _any_norm
+        self._replace(_with_buffers(pattern), _with_buffers(replacement), examples, fused_by_vllm)
 
     def _replace(
         self,
         pattern: Callable[..., Any],
         replacement: Callable[..., Any],
         examples: list[torch.Tensor],
+        check: Callable[[Any], bool] = _any_norm,
     ) -> None:
         register_replacement(
             pattern,
@@ -205,6 +227,7 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
             examples,
             fwd_only,
             self._patterns,
+            extra_check=check,
             scalar_workaround={"eps": _ANY_EPS},
         )
 
