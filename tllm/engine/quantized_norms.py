@@ -148,9 +148,9 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
             for plus_one in (False, True):
                 self._register(by_row, plus_one, _examples(dtype))
                 self._register(given, plus_one, [*_examples(dtype), torch.empty(1)])
-                for powers in (False, True) if fuses and not plus_one else (False,):
-                    for layout in product((False, True), repeat=2):
-                        self._register_groups(powers, *layout, plus_one, _examples(dtype))
+                powers = (False, True) if fuses and not plus_one else (False,)
+                for scales in product(powers, (False, True), (False, True)):
+                    self._register_groups(scales, plus_one, _examples(dtype))
 
     def _register(self, quantize: Any, plus_one: bool, examples: list[torch.Tensor]) -> None:
         """Have numbers of FP8 behind a norm looked for.
@@ -174,43 +174,39 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         self._replace(named(pattern), named(replacement), examples)
 
     def _register_groups(
-        self,
-        powers: bool,
-        by_group: bool,
-        padded: bool,
-        plus_one: bool,
-        examples: list[torch.Tensor],
+        self, scales: tuple[bool, bool, bool], plus_one: bool, examples: list[torch.Tensor]
     ) -> None:
         """Have numbers of FP8 with a scale for each group of a row's looked for.
 
         Args:
-            powers: where powers of two are asked for, as with DeepGEMM's products. A norm that
-                vLLM fuses with its quantization has them unrounded nevertheless, since its kernel
-                has no other scales, and so have ours. Other norms are left to vLLM.
-            by_group: scales of the same group of all rows lie side by side.
-            padded: to as many as a GPU's tensor memory accelerator asks for.
+            scales: what is asked of them: to be powers of two, as with DeepGEMM's products; those
+                of the same group of all rows side by side; and padded to as many as a GPU's tensor
+                memory accelerator asks for. A norm that vLLM fuses with its quantization has no
+                powers of two nevertheless, since its kernel has no such scales, and so have ours
+                none. Other norms with powers of two are left to vLLM.
         """
         quantize = _group_quantization()
         if quantize is None:
             return
         names = [each.name for each in quantize._schema.arguments]
-        fixed = _GROUP, LEAST_OF_GROUP, *get_fp8_min_max(), powers, by_group, padded
+        fixed = _GROUP, LEAST_OF_GROUP, *get_fp8_min_max(), *scales
         fused = torch.ops.tllm.tap_norm_fp8_groups.default
 
-        def pattern(numbers: Any, scales: Any, *norm: Any) -> tuple[Any, ...]:
+        def pattern(numbers: Any, found: Any, *norm: Any) -> tuple[Any, ...]:
             normed, added = torch.ops.tllm.tap_norm(*norm, False, plus_one)
-            given = dict(zip(names, (normed, numbers, scales, *fixed), strict=True))
-            _, numbers, scales = auto_functionalized(quantize, **given)
-            return numbers, added, scales
+            given = dict(zip(names, (normed, numbers, found, *fixed), strict=True))
+            _, numbers, found = auto_functionalized(quantize, **given)
+            return numbers, added, found
 
-        def replacement(_: Any, scales: Any, *norm: Any) -> Any:
+        def replacement(_: Any, found: Any, *norm: Any) -> Any:
             given = dict(zip(_NORM, norm, strict=True))
-            more = {"scales": scales, "check": False, "plus_one": plus_one}
+            more = {"scales": found, "check": False, "plus_one": plus_one}
             return auto_functionalized(fused, **given, **more)
 
         rows, hidden = examples[0].shape
         buffers = torch.empty(rows, hidden, dtype=FP8), torch.empty(rows, 1)
         examples = [*examples, *buffers]
+        powers, *_ = scales
         fused_by_vllm = _has_an_eps_of_vllms if powers else _any_norm
         self._replace(_with_buffers(pattern), _with_buffers(replacement), examples, fused_by_vllm)
 
