@@ -28,6 +28,7 @@ def _config(**parallel: Any) -> Any:
     return SimpleNamespace(
         speculative_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        observability_config=SimpleNamespace(jit_monitor_mode="warn"),
         kv_transfer_config=None,
         ec_transfer_config=None,
         model_config=SimpleNamespace(multimodal_config=None, is_diffusion=False),
@@ -120,6 +121,10 @@ def _sharded_sampling(config: Any) -> None:
     config.parallel_config.enable_batch_sharded_sampling = True
 
 
+def _ends_at_compilations(config: Any) -> None:
+    config.observability_config.jit_monitor_mode = "error"
+
+
 def _launched(config: Any) -> None:
     parallel = config.parallel_config
     parallel.distributed_executor_backend = "external_launcher"
@@ -159,6 +164,7 @@ def _split_experts(config: Any) -> None:
         (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
         (_split_experts, "experts on several", "leave out enable_expert_parallel"),
         (_sharded_sampling, "batch-sharded", "set enable_batch_sharded_sampling=False"),
+        (_ends_at_compilations, "kernels whose compilation", "set jit_monitor_mode='warn'"),
         (_launched, "several ranks of one replica", "set distributed_executor_backend='mp'"),
     ],
 )
@@ -224,6 +230,7 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
         {"decode_context_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
         {"enable_batch_sharded_sampling": True},
+        {"jit_monitor_mode": "error"},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
     ],

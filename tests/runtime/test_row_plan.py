@@ -409,3 +409,22 @@ def plays(values, timelines, lengths, steps, batches=1):
         assert {k: sorted(v) for k, v in found.items() if v} == {
             k: sorted(v) for k, v in expected.items()
         }
+
+
+def test_the_kernel_is_compiled_before_a_request_needs_it():
+    """Which changes nothing, and leaves nothing to compile."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32, device=device)
+    taps = SimpleNamespace(device=device, plan=plan, note_write=lambda: None)
+    table = Slots(2)
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    planner.warm_up()
+    assert (plan == -1).all()
+    if device.type == "cuda":
+        kernel = planner_module.row_plan._row_plan_kernel
+        compiled = dict(kernel._variants)
+        table.values[Column.STEER] = 2
+        slots, ones = np.arange(2, dtype=np.int32), np.ones(2, np.int32)
+        planner.plan(0, StepBatch(slots, 0 * ones, ones, 0 * ones))
+        assert (plan[Column.STEER.plan_row, :2] == 2).all()
+        assert compiled and kernel._variants == compiled

@@ -209,6 +209,12 @@ LIMITS = (
         _other_than(enable_batch_sharded_sampling=(None, False)),
     ),
     Limit(
+        "kernels whose compilation ends an engine that runs (those of a consumer or of a feature "
+        "are compiled when it is used first): set jit_monitor_mode='warn'",
+        lambda config: getattr(config.observability_config, "jit_monitor_mode", "") == "error",
+        _other_than(jit_monitor_mode=("warn",)),
+    ),
+    Limit(
         "vLLM's older Ray executor (it runs the model behind the worker's back): set "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1",
         lambda config: config.parallel_config.use_ray and versions.bypasses_worker(config),

@@ -34,6 +34,7 @@ from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
 
+_ALL_COLUMNS = sum(column.flag for column in Column)
 _OTHERS_CONSECUTIVE = CONSECUTIVE & ~Column.POSITION.flag
 _PLACES = 16
 """The most first ring rows of which a layout remembers what follows from them."""
@@ -102,6 +103,11 @@ class RowPlanner:
         self._arena = ring.arena  # in which the layouts' rows were placed
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
         self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
+
+    def warm_up(self) -> None:
+        """Compile the kernel, which the first request would wait for otherwise. Before any step."""
+        of_no_rows = upload(np.zeros((1, SEGMENT_WIDTH), np.int32), self.taps.device)
+        self._run(of_no_rows, self.taps.plan, _ALL_COLUMNS)
 
     def plan(
         self,

@@ -143,6 +143,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring, model.num_stages)
+        self._planner.warm_up()
         self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged, broken)
 
     # -- between steps -----------------------------------------------------------------------------
