@@ -174,17 +174,23 @@ def test_scales_of_groups_are_made_with_the_norm(config, eps, plus_one, powers):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("eps", "plus_one", "fuses"),
-    [(1e-2, False, True), (1e-6, True, True), (1e-6, False, False)],
-    ids=["another epsilon", "a norm of Gemma", "not told to"],
+    ("eps", "plus_one", "fuses", "wide"),
+    [
+        (1e-2, False, True, False),
+        (1e-6, True, True, False),
+        (1e-6, False, False, False),
+        (1e-6, False, True, True),
+    ],
+    ids=["another epsilon", "a norm of Gemma", "not told to", "weights in float32"],
 )
 @pytest.mark.usefixtures("group_quantization")
-def test_powers_of_two_are_left_to_vllm_where_it_fuses_nothing(config, eps, plus_one, fuses):
+def test_powers_of_two_are_left_to_vllm_where_it_fuses_nothing(config, eps, plus_one, fuses, wide):
     """There its scales are rounded."""
     told = copy.deepcopy(config)
     told.compilation_config.pass_config.fuse_norm_quant = fuses
     change = QuantizedNorms(told)
-    block, asked = block_with_groups(eps, plus_one, powers=True)
+    block, (stream, residual, weight, *tables) = block_with_groups(eps, plus_one, powers=True)
+    asked = stream, residual, weight.float() if wide else weight, *tables
     run, graphs = compiled(block, change)
     with as_vllm_has_it, pytest.raises(NotImplementedError, match="per_token_group_fp8_quant"):
         run(*asked)

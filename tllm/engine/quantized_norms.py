@@ -125,9 +125,10 @@ def _any_norm(_: Any) -> bool:
     return True
 
 
-def _has_an_eps_of_vllms(match: Any) -> bool:
-    """Whether vLLM would fuse a norm with its quantization: it knows no others."""
-    return match.kwargs["eps"] in (1e-5, 1e-6)
+def _is_fused_by_vllm(match: Any) -> bool:
+    """Whether vLLM, told to, would make one kernel of a norm and its quantization."""
+    eps, stream, weight = (match.kwargs[name] for name in ("eps", "stream", "weight"))
+    return eps in (1e-5, 1e-6) and stream.meta["val"].dtype == weight.meta["val"].dtype
 
 
 class QuantizedNorms(InductorPass):  # type: ignore[misc]
@@ -207,8 +208,8 @@ class QuantizedNorms(InductorPass):  # type: ignore[misc]
         buffers = torch.empty(rows, hidden, dtype=FP8), torch.empty(rows, 1)
         examples = [*examples, *buffers]
         powers, *_ = scales
-        fused_by_vllm = _has_an_eps_of_vllms if powers else _any_norm
-        self._replace(_with_buffers(pattern), _with_buffers(replacement), examples, fused_by_vllm)
+        check = _is_fused_by_vllm if powers else _any_norm
+        self._replace(_with_buffers(pattern), _with_buffers(replacement), examples, check)
 
     def _replace(
         self,
