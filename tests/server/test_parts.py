@@ -173,6 +173,18 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_results_of_one_answer_do_not_make_room_for_each_other(tmp_path):
+    """Those of later choices would be whole, and those of the first gone before they were told."""
+    files, referred = CaptureFiles(tmp_path, seconds=100.0, mib=1), {}
+    another, _ = files.put({"x": torch.zeros(100_000)})
+    result = {"own": ConsumerResult("ok", None, torch.zeros(110_000))}
+    told = [as_json(result, files, 100, referred)["own"] for _ in range(3)]
+    assert [each["status"] for each in told] == ["ok", "ok", "error"]
+    assert "others of this answer 0.8, and results that are fetched" in told[2]["error"]
+    names = [each["payload"]["url"].removeprefix("/v1/captures/") for each in told[:2]]
+    assert all(files.find(name) for name in names) and files.find(another) is None
+
+
 def test_a_result_that_is_gone_may_have_made_room(tmp_path):
     """It was said to have expired, minutes before the time that its answer gave."""
     client = app_of(ServerSettings(), tmp_path, "127.0.0.1")

@@ -334,6 +334,7 @@ class Door:
         consumers that are wanted, and what of the request was not done."""
         told = {*wanted, *_NOT_DONE}
         found = []
+        referred: dict[str, int] = {}
         for output in noted.values():
             for sample in () if output is None else sorted(output.outputs, key=lambda s: s.index):
                 results = {k: v for k, v in sample.consumer_results.items() if k in told}
@@ -342,7 +343,7 @@ class Door:
                 named = dict(zip(_RESULTS, (captures, others), strict=True))
                 found.append(
                     {
-                        name: as_json(each, self._files, self._settings.inline_bytes)
+                        name: as_json(each, self._files, self._settings.inline_bytes, referred)
                         for name, each in named.items()
                         if each
                     }

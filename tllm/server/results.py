@@ -6,7 +6,7 @@ import base64
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,24 @@ class CaptureFiles:
         self._make_folder()
         self.sweep()  # what a server before left
 
-    def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    def put(
+        self, tensors: Mapping[str, torch.Tensor], beside: dict[str, int] | None = None
+    ) -> tuple[str, float]:
         """Keep tensors; their id, and when they expire (seconds since the epoch).
+
+        Args:
+            beside: bytes by id of what the same answer refers to, which stays; this is added to it.
 
         Raises `NotKeptError` for more than all results may take, and where the disk takes no more.
         """
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        if total > self._bytes:
+        beside = {} if beside is None else beside
+        total, others = sum(tensor.nbytes for tensor in tensors.values()), sum(beside.values())
+        if total + others > self._bytes:
+            before = f", others of this answer {others / 2**20:.1f}" if others else ""
             raise NotKeptError(
-                f"it has {total / 2**20:.1f} MiB, and results that are fetched by reference may "
-                f"have {self._bytes / 2**20:.0f} MiB together (captures_mib); ask for fewer rows"
+                f"it has {total / 2**20:.1f} MiB{before}, and results that are fetched by "
+                f"reference may have {self._bytes / 2**20:.0f} MiB together (captures_mib); ask "
+                "for fewer rows"
             )
         name = secrets.token_hex(_NAME_BYTES)
         partial = self.folder / f"{name}.partial"
@@ -66,7 +74,8 @@ class CaptureFiles:
             with suppress(OSError):
                 partial.unlink()
             raise NotKeptError(f"{self.folder} does not take it: {error}") from error
-        self.sweep(kept=name)
+        beside[name] = total
+        self.sweep(kept=beside)
         return name, time.time() + self._seconds
 
     def find(self, name: str) -> Path | None:
@@ -79,8 +88,8 @@ class CaptureFiles:
         except FileNotFoundError:
             return None
 
-    def sweep(self, kept: str = "") -> None:
-        """Remove what has expired, and the oldest of what is too much, but not the one `kept`."""
+    def sweep(self, kept: Container[str] = ()) -> None:
+        """Remove what has expired, and the oldest of what is too much, but not those `kept`."""
         found = []
         for path in self.folder.iterdir():
             if path.suffix not in _SUFFIXES or not _is_name(path.stem):
@@ -93,7 +102,7 @@ class CaptureFiles:
         for modified, size, path in sorted(found):
             if modified + self._seconds > time.time() and total <= self._bytes:
                 break
-            if path.stem != kept:
+            if path.stem not in kept:
                 path.unlink(missing_ok=True)
                 total -= size
 
@@ -109,15 +118,27 @@ def _is_name(text: str) -> bool:
     return len(text) == 2 * _NAME_BYTES and set(text) <= set("0123456789abcdef")
 
 
-def as_json(results: Mapping[str, Any], files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
-    """Results of consumers by id, as they stand in a response."""
-    return {name: _result(result, files, inline_bytes) for name, result in results.items()}
+def as_json(
+    results: Mapping[str, Any],
+    files: CaptureFiles,
+    inline_bytes: int,
+    beside: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """Results of consumers by id, as they stand in a response.
+
+    Args:
+        beside: what the response refers to already, as of `CaptureFiles.put`.
+    """
+    beside = {} if beside is None else beside
+    return {name: _result(result, files, inline_bytes, beside) for name, result in results.items()}
 
 
-def _result(result: Any, files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
+def _result(
+    result: Any, files: CaptureFiles, inline_bytes: int, beside: dict[str, int]
+) -> dict[str, Any]:
     status, error, payload = result.status, result.error, None
     try:
-        payload = _payload(result.payload, files, inline_bytes)
+        payload = _payload(result.payload, files, inline_bytes, beside)
     except Exception as fault:  # a consumer's result may be anything, and do anything
         told = str(fault) if isinstance(fault, (TypeError, NotKeptError)) else reason_of(fault)
         status = "error"
@@ -127,13 +148,13 @@ def _result(result: Any, files: CaptureFiles, inline_bytes: int) -> dict[str, An
     return {"status": status, "error": error, "payload": payload}
 
 
-def _payload(payload: Any, files: CaptureFiles, inline_bytes: int) -> Any:
+def _payload(payload: Any, files: CaptureFiles, inline_bytes: int, beside: dict[str, int]) -> Any:
     plain = _plain(payload)
     tensors: dict[str, torch.Tensor] = {}
     contents = _named(plain, "", tensors)
     if sum(tensor.nbytes for tensor in tensors.values()) <= inline_bytes:
         return _encoded(plain)
-    name, expires = files.put(tensors)
+    name, expires = files.put(tensors, beside)
     return {
         "url": f"/v1/captures/{name}",
         "expires": expires,
