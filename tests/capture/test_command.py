@@ -176,6 +176,38 @@ def test_reduced_rows_of_other_positions_are_no_job_to_go_on_with(tmp_path):
         capturing._earlier_run(job("all")).captured(prompts)
 
 
+@pytest.mark.parametrize(
+    ("before", "same", "others"),
+    [
+        ("0,1", ("0,1", "0:2", "1"), ("all", "0:", "-1", "0,-1", "1:")),
+        ("0,-1", ("0,-1", "-1,0", "0", "-1"), ("all", "1:", "-2:")),
+        ("all", ("all", "-1", "0:", "0,1"), ()),
+    ],
+)
+def test_layers_that_a_store_does_not_know_are_no_job_to_go_on_with(tmp_path, before, same, others):
+    """Such as all of them, where the record has two: it was said to be there."""
+
+    def job(layers):
+        return capturing.Job(str(DEMO), Path(__file__), tmp_path, {"hooks": {"post_block": layers}})
+
+    with tllm.stores.StoreWriter(tmp_path) as writer:
+        meta = tllm.stores.RecordMeta(
+            "p",
+            prompt_len=2,
+            token_ids=[5, 6, 7],
+            model=str(DEMO),
+            metadata=capturing._options(job(before))["metadata"],
+        )
+        rows = tllm.stores.Rows(torch.zeros(2, 4), [0, 1])
+        writer.submit(tllm.stores.Record(meta, {("post_block", n): rows for n in (0, 1)}))
+    prompts = {"p": {"prompt_token_ids": [5, 6]}}
+    for layers in same:
+        assert capturing._earlier_run(job(layers)).captured(prompts) == {"p"}
+    for layers in others:
+        with pytest.raises(ValueError, match=f"of the layers {before} of post_block, and {layers}"):
+            capturing._earlier_run(job(layers)).captured(prompts)
+
+
 def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, arguments, tmp_path):
     """As `timeout` and cluster schedulers do; the engine went on alone, and had the store."""
     prompts = prompts_of([5 + number % 20 for number in range(400)])

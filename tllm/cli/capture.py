@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import tllm.stores
-from tllm.cli.earlier_run import REDUCED_POSITIONS, EarlierRun
+from tllm.cli.earlier_run import ASKED_LAYERS, REDUCED_POSITIONS, EarlierRun
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
@@ -210,10 +210,12 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
 
 def _options(job: Job) -> dict[str, Any]:
     """What each request asks for, but for the name of its record."""
-    if job.capture.get("reduction", "none") == "none":
-        return dict(job.capture)
-    positions = job.capture.get("positions", "all")
-    return {**job.capture, "metadata": {REDUCED_POSITIONS: positions}}
+    spec = CaptureSpec.parse(job.capture, "capture")
+    layers = {hook: str(layers) for hook, layers in spec.hooks if layers is not None}
+    noted: dict[str, Any] = {ASKED_LAYERS: layers}
+    if spec.reduction != "none":
+        noted[REDUCED_POSITIONS] = job.capture.get("positions", "all")
+    return {**job.capture, "metadata": noted}
 
 
 def _count(llm: Any, outputs: list[Any], summary: Summary) -> None:

@@ -10,11 +10,16 @@ from typing import Any
 
 import tllm.stores
 from tllm.spec.capture import CaptureSpec
+from tllm.spec.layers import Layers
 from tllm.spec.selection import Intervals, Selection, intersected
 
 REDUCED_POSITIONS = "reduced_positions"
 """In a record's metadata: the positions that were asked for. A reduced row does not say which rows
 it was made of."""
+
+ASKED_LAYERS = "asked_layers"
+"""In a record's metadata, by hook point: the layers that were asked for, as text. Which ones are the
+last, or all, a store does not know."""
 
 # Records of which the positions themselves are compared: they lie beside the rows. Of all others
 # only their number is.
@@ -66,6 +71,7 @@ class EarlierRun:
             tokens = self._tokens([prompts[record.request_id] for record in batch])
             for record, given in zip(batch, tokens, strict=True):
                 self._check_description(record)
+                self._check_layers(record)
                 self._check_tokens(record, given)
                 self._check_positions(record, read=read > 0)
                 read -= 1
@@ -98,7 +104,7 @@ class EarlierRun:
             return
         some_rows = len(found.filter(hook={key.hook for key in keys}))
         for hook, layers in self.asked.hooks:
-            # Where open ranges end, and where negative layers are, a store does not know.
+            # Others are compared with what each record's job asked for.
             for layer in (layers and layers.certain) or (None,):
                 lacking = some_rows - len(found.filter(hook=hook, layers=layer))
                 if lacking:
@@ -119,6 +125,16 @@ class EarlierRun:
         if self.asked.dtype != "model" and kept - {self.asked.dtype}:
             there = ", ".join(sorted(kept))
             raise self._other(record, f"with rows of {there}", self.asked.dtype)
+
+    def _check_layers(self, record: tllm.stores.StoredRecord) -> None:
+        noted = record.metadata.get(ASKED_LAYERS, {})
+        for hook, layers in self.asked.hooks:
+            if layers is None or hook not in noted:
+                continue
+            before = Layers.parse(noted[hook], ASKED_LAYERS)
+            if not before.is_all and set(layers.uncertain) - set(before.parts):
+                there = f"of the layers {before} of {hook}"
+                raise self._other(record, there, str(layers))
 
     def _check_tokens(self, record: tllm.stores.StoredRecord, given: Sequence[int]) -> None:
         if record.token_ids[: record.prompt_len] != tuple(given):

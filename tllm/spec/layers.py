@@ -144,6 +144,11 @@ class Layers:
         numbers = ((p,) if isinstance(p, int) else p.numbers() or () for p in self.parts)
         return tuple(dict.fromkeys(n for each in numbers for n in each if n >= 0))
 
+    @property
+    def uncertain(self) -> tuple[_Part, ...]:
+        """The parts of which it hangs on how many layers there are which ones they are."""
+        return tuple(part for part in self.parts if not Layers((part,)).certain)
+
     def from_start(self, name: str, why: str, end: int | None = None) -> tuple[int, ...]:
         """As `numbers`, where none can be counted from the end; `why`, the message says."""
         edges = (e for p in self.parts for e in ((p,) if isinstance(p, int) else (p.start, p.stop)))
