@@ -18,8 +18,8 @@ REDUCED_POSITIONS = "reduced_positions"
 it was made of."""
 
 ASKED_LAYERS = "asked_layers"
-"""In a record's metadata, by hook point: the layers that were asked for, as text. Which ones are the
-last, or all, a store does not know."""
+"""In a record's metadata, by hook point: the layers that were asked for, as text. Which ones are
+the last, or all, a store does not know."""
 
 # Records of which the positions themselves are compared: they lie beside the rows. Of all others
 # only their number is.
