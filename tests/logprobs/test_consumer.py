@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, agrees
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
-from tllm.consumers.next_token import NextTokenConsumer
+from tllm.consumers.next_token import ADDRESS_WIDTH, NextTokenConsumer
 from tllm.shared_memory import FOLDER, SharedRows
 
 PROMPTS = [[10, 11, 12], [40, 41]]
@@ -67,6 +68,7 @@ def generate(llm, asked=PROMPTS, **options):
         ({"address": ["/etc/passwd", 0, 0, 64, []]}, "'/etc/passwd', which is none of"),
         ({"address": [SHARED, 0, 0, 64, ["/etc/passwd"]]}, "'/etc/passwd', which is none of"),
         ({"address": [SHARED, 0, 0.5, 64, []]}, "give a list of str, int, int, int, list"),
+        ({"address": [SHARED, 0, 0, 64, []]}, "names no file that results go to; name one"),
     ],
 )
 def test_workers_write_to_shared_rows_and_nowhere_else(llm, options, message):
@@ -91,6 +93,38 @@ def test_a_request_that_cannot_be_answered_where_it_says_gets_the_error_itself(l
         assert not rows.values[0].any()
     finally:
         rows.unlink()
+
+
+def test_a_wrong_place_is_no_matter_of_other_requests(llm):
+    """Of another width than its file was known with, or of none that there is: it ended all."""
+    rows, table = SharedRows.create(4, 32), SharedRows.create(3, ADDRESS_WIDTH)
+    entries = table.values.view(np.int64)
+    entries[:] = [[5, 3 << 32, 1, 0], [6, 4, 1, 0], [7, 3, 1, 0]]
+    path = str(rows.path)
+    try:
+        generate(llm, PROMPTS[:1], ticket=1, top_k=4, place=[path, 32, 0])
+        generate(llm, PROMPTS[:1], ticket=2, top_k=4, place=[path, 16, 3])
+        assert rows.values[[0, 1], [0, 16]].view(np.int32).tolist() == [1, 2]
+        for entry, named in enumerate(("row 0 of file 3", "row 4 of file 0")):
+            address = [str(table.path), entry, 1, 32, [path]]
+            [output] = generate(llm, PROMPTS[:1], top_k=4, address=address)
+            assert named in output.outputs[0].consumer_results["next_token"].error
+        generate(llm, PROMPTS[:1], top_k=4, address=[str(table.path), 2, 1, 32, [path]])
+        assert rows.values[3, 0].view(np.int32) == 7
+    finally:
+        rows.unlink()
+        table.unlink()
+
+
+def test_samples_that_share_a_ticket_hear_that_they_get_nothing(llm):
+    params = SamplingParams(
+        n=2, max_tokens=2, detokenize=False, consumers={"next_token": {"ticket": 3}}
+    )
+    [output] = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+    for sample in output.outputs:
+        error = sample.consumer_results["next_token"].error
+        assert "its 2 samples have one ticket" in error
+    assert llm.call_consumer("next_token", "pop", [3]) == [{}]
 
 
 def test_results_come_back_with_the_output(llm, reference):

@@ -63,6 +63,8 @@ def _check_sent(name: str, given: Any, kinds: Sequence[type]) -> None:
     for path in [parts[0], *(parts[4] if name == "address" else ())]:
         if not is_shared_file(path):
             raise ValueError(f"{option} has the path {path!r}, which is none of `SharedRows`")
+    if name == "address" and not parts[4]:
+        raise ValueError(f"{option} is {given!r}, which names no file that results go to; name one")
 
 
 class NextTokenConsumer(Consumer):
@@ -75,8 +77,8 @@ class NextTokenConsumer(Consumer):
 
     Results come back with the request's output, as a `PerToken` whose values are `[rows, vocab]` or
     `[rows, len(token_ids)]`; for `top_k` a mapping with `values` and `token_ids`, both `[rows, k]`.
-    Unless the request has a `ticket`, an integer that no other request has. Then a result is there
-    as soon as the engine's output of the step is, and the next token's takes its place:
+    Unless the request has a `ticket`, an integer that no other request has, nor another sample of
+    its own (with n > 1 they get an error). Then a result is there as soon as the engine's output of the step is, and the next token's takes its place:
 
     - `place`: `[path, width, row]` of a `SharedRows` file. The row is written:
       `[HEADER + values]`, or `[HEADER + values + ids]` for `top_k`.
@@ -141,7 +143,7 @@ class NextTokenConsumer(Consumer):
 
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is known yet of where results go."""
-        self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
+        self._files: dict[tuple[str, int], tuple[SharedRows, torch.Tensor, bool]] = {}
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
         self._asks: dict[int, _Ask] = {}
         self._kept = KeptResults(self._most_kept, self._most_bytes)
@@ -173,6 +175,8 @@ class NextTokenConsumer(Consumer):
             asked = _AskedRows(np.array(rows), asks, positions[rows])
             if form.paths or form.table:
                 asked = asked.sent(self._table(form.table))
+            if form.table:
+                asked = self._within(asked, form.width)
             for begin in range(0, len(asked), size):
                 self._answer(logits, form, asked.part(slice(begin, begin + size)), ctx)
 
@@ -202,6 +206,23 @@ class NextTokenConsumer(Consumer):
         if not 0 <= ask.place < rows:
             return f"there is no row {ask.place} in {form.table or ask.paths[0]}, which has {rows}"
         return ""
+
+    def _within(self, asked: _AskedRows, width: int) -> _AskedRows:
+        """The same without rows whose address names a place that is not there. Their requests get
+        nothing any more, and hear why."""
+        assert asked.places is not None
+        lengths = np.array([len(self._file(path, width)[0]) for path in asked.paths])
+        files, rows = np.divmod(asked.places, 1 << FILE_BITS)
+        inside = (files >= 0) & (files < len(lengths))
+        inside[inside] = rows[inside] < lengths[files[inside]]
+        if inside.all():
+            return asked
+        for i in np.flatnonzero(~inside).tolist():
+            asked.asks[i].problem = (
+                f"its address names row {rows[i]} of file {files[i]}, and it has {len(lengths)} "
+                f"files of {lengths.tolist()} rows"
+            )
+        return asked.part(np.flatnonzero(inside))
 
     def _table(self, path: str | None) -> npt.NDArray[np.int64] | None:
         if path is not None and path not in self._tables:
@@ -260,11 +281,11 @@ class NextTokenConsumer(Consumer):
         self.bytes_out += packed.nbytes
 
     def _file(self, path: str, width: int) -> tuple[torch.Tensor, bool]:
-        known = self._files.get(path)
+        known = self._files.get((path, width))
         if known is None:
             file = SharedRows(Path(path), width)
             pinned = self._device.type == "cuda" and file.pin(self._device)
-            known = self._files[path] = file, torch.from_numpy(file.values), pinned
+            known = self._files[path, width] = file, torch.from_numpy(file.values), pinned
         return known[1:]
 
     # -- results that stay in the worker --------------------------------------------------------
@@ -365,6 +386,11 @@ class _Ask:
         own = () if table is not None else tuple(self.paths)
         num_ids = len(ids) if ids else 0
         self.problem = ""
+        if request.num_samples > 1 and (self.ticket >= 0 or self.paths):
+            self.problem = (
+                f"its {request.num_samples} samples have one ticket or address, and each result "
+                "would take the place of another's; give each sample a request of its own"
+            )
         if ids and max(ids) >= vocab:  # on a GPU, to look it up would end the process
             self.problem = f"token_ids has {max(ids)}; the vocabulary has {vocab} tokens"
         self.form = _RowForm(own, table, int(width), options.get("top_k") or 0, num_ids)
