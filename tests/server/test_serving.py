@@ -810,9 +810,10 @@ def test_global_steering_is_the_administrators(server, client):
     assert server.get("/v1/interventions").json()[0]["rows_steered"] > 0
 
 
-@pytest.mark.parametrize("route", ["completions", "chat"])
+@pytest.mark.parametrize("route", ["completions", "chat", "streamed chat"])
 def test_beams_are_steered_by_phase(server, client, route):
-    """One beam is greedy search: the tokens that it has grown by are generated ones."""
+    """One beam is greedy search: the tokens that it has grown by are generated ones. vLLM streams
+    beams of chats alone, and asks its engine for them when the stream is read."""
     vector = (2.0 * torch.randn(128, generator=torch.Generator().manual_seed(3))).tolist()
     spec = {"post_block": {"2": vector}}
     fields = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
@@ -822,8 +823,11 @@ def test_beams_are_steered_by_phase(server, client, route):
         if route == "completions":
             return client.completions.create(**WORDS | more).choices[0].text
         messages = [{"role": "user", "content": PROMPT}]
-        answer = client.chat.completions.create(model="demo", messages=messages, **more)
-        return answer.choices[0].message.content
+        given = {"model": "demo", "messages": messages, **more}
+        if route == "chat":
+            return client.chat.completions.create(**given).choices[0].message.content
+        events = client.chat.completions.create(**given, stream=True)
+        return "".join(e.choices[0].delta.content or "" for e in events if e.choices)
 
     greedy = {field: ask(**{field: spec}) for field in fields}
     assert len({*greedy.values(), ask()}) == 4

@@ -78,7 +78,8 @@ class NextTokenConsumer(Consumer):
     Results come back with the request's output, as a `PerToken` whose values are `[rows, vocab]` or
     `[rows, len(token_ids)]`; for `top_k` a mapping with `values` and `token_ids`, both `[rows, k]`.
     Unless the request has a `ticket`, an integer that no other request has, nor another sample of
-    its own (with n > 1 they get an error). Then a result is there as soon as the engine's output of the step is, and the next token's takes its place:
+    its own (with n > 1 they get an error). Then a result is there as soon as the engine's output of
+    the step is, and the next token's takes its place:
 
     - `place`: `[path, width, row]` of a `SharedRows` file. The row is written:
       `[HEADER + values]`, or `[HEADER + values + ids]` for `top_k`.

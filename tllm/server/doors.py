@@ -385,15 +385,8 @@ class Door:
         """The events; the answer in the last one has what came of the request."""
         noted = watch.outputs
         scores = StreamScores(self._live, noted, wanted)
-        async with aclosing(events):
-            while True:
-                token = WATCH.set(watch)  # vLLM asks its engine for a turn when that is reached
-                try:
-                    event = await anext(events)
-                except StopAsyncIteration:
-                    return
-                finally:
-                    WATCH.reset(token)
+        async with aclosing(_watching(events, watch)) as watched:
+            async for event in watched:
                 if event.type in _LAST_EVENTS:
                     _with_turns(event.response, self._samples(noted, wanted))
                 elif event.type == "response.output_text.delta":
@@ -407,9 +400,27 @@ async def _watched(create: Any, request: Any, raw_request: Any, watch: Watch | N
     """A handler's response, of whose engine requests something is to be known."""
     token = WATCH.set(watch)
     try:
-        return await create(request, raw_request)
+        response = await create(request, raw_request)
     finally:
         WATCH.reset(token)
+    if watch is not None and watch.beams is not None and isinstance(response, AsyncGenerator):
+        return _watching(response, watch)
+    return response
+
+
+async def _watching(events: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerator[Any, None]:
+    """A stream for which vLLM asks its engine while it is read: for each turn, and for each step of
+    a beam."""
+    async with aclosing(events):
+        while True:
+            token = WATCH.set(watch)
+            try:
+                event = await anext(events)
+            except StopAsyncIteration:
+                return
+            finally:
+                WATCH.reset(token)
+            yield event
 
 
 def prompt_tokens(components: Any) -> list[int]:
