@@ -63,7 +63,8 @@ def interventions(folder: Path) -> list[str]:
     save_file({"weight": torch.tensor([1.0, *[0.0] * 126, -1.0])}, probe)
     limits = folder / "limits.json"
     little = {"rows": 20, "requests": 1, "consumers": False, "experiments": 200, "conversations": 1}
-    limits.write_text(json.dumps({"keys": {"little": little}}))
+    others = {"blind": {"capture": False}, "plain": {"consumers": False}}
+    limits.write_text(json.dumps({"keys": {"little": little, **others}}))
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
     consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
     consumers += [f"filesystem:root={folder / 'store'}", "turning"]

@@ -1293,9 +1293,29 @@ def test_the_document_has_our_routes_and_fields(server):
         assert set(document.PROPERTIES) <= set(found["components"]["schemas"][name]["properties"])
 
 
-def limited(server):
+def limited(server, key="little"):
     """OpenAI's client with a key that may do little."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="little", max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "refused", "allowed"),
+    [("blind", "consumers", "memory", "turning"), ("plain", "capture", "turning", "memory")],
+)
+def test_a_consumer_is_no_other_kind_under_the_field_of_the_other(
+    server, key, field, refused, allowed
+):
+    """A key that may not capture was given rows under the name of a consumer."""
+    rows = {"hooks": {"post_block": [1]}, "positions": "last_prompt"}
+    options = {"memory": rows, "turning": {"after": 1}}
+    client = limited(server, key)
+    with pytest.raises(openai.PermissionDeniedError, match="does not allow such with this API key"):
+        client.completions.create(
+            **WORDS, max_tokens=2, extra_body={field: {refused: options[refused]}}
+        )
+    client.completions.create(
+        **WORDS, max_tokens=2, extra_body={field: {allowed: options[allowed]}}
+    )
 
 
 MANY = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}

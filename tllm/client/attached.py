@@ -107,6 +107,11 @@ class Attached:
         """The registered consumers, by id."""
         return self._tllm.registered.consumers
 
+    @property
+    def capture_consumers(self) -> frozenset[str]:
+        """Ids of those whose results are captures."""
+        return frozenset(self._tllm.registered.capturing)
+
     def register_consumer(self, consumer: Consumer | str) -> Any:
         """Add a consumer now; it sees rows from the next forward pass on. One that writes to rows
         serves the requests that are added from then on.

@@ -18,6 +18,7 @@ from typing import Any
 from tllm.client.attached import Attached
 from tllm.client.consumer_calls import consumer_error
 from tllm.client.registrations import BUILT_IN
+from tllm.consumers.capture.capturing import Capturing
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
@@ -125,6 +126,7 @@ class Door:
                 most = self._limits.of(caller).conversations
                 asked["conversation"] = of_caller(asked["conversation"], headers, caller, most)
             self._limits.of(caller).check(asked)
+            await self._check_kinds(asked, self._limits.of(caller))
             watch = Watch(
                 await self._row_check(asked, self._limits.of(caller)),
                 beams=beams,
@@ -175,6 +177,34 @@ class Door:
                         f"{field}[{name!r}][{option!r}] is for one prompt, and there are {prompts} "
                         f"prompts; give each a request of its own, or leave {option} out",
                     )
+
+    async def _check_kinds(self, asked: Mapping[str, Any], limits: Limits) -> None:
+        """Refuse captures under the name of consumers where captures are not allowed, and other
+        consumers under that of captures where these are not."""
+        for field, captures, by_server, by_key in (
+            ("consumers", True, self._settings.allow_capture, limits.capture),
+            ("capture", False, self._settings.allow_consumers, limits.consumers),
+        ):
+            if by_server and by_key:
+                continue
+            await self._interventions.steering.layers()  # all consumers are known then
+            for name in _wanted_of(asked.get(field, {})):
+                if self._captures(name) is captures:
+                    kind = "captures" if captures else "is a consumer that captures nothing"
+                    whose = " with this API key" if by_server else ""
+                    raise FieldError(
+                        field,
+                        f"{field}[{name!r}] {kind}, and this server does not allow such{whose}",
+                        HTTPStatus.FORBIDDEN if by_server else HTTPStatus.BAD_REQUEST,
+                    )
+
+    def _captures(self, name: str) -> bool:
+        """Whether the results of a consumer are captures."""
+        if name in self._interventions.capture_consumers:
+            return True
+        make = BUILT_IN.get(name)
+        known = self._interventions.consumers.get(name) or (make() if make else None)
+        return isinstance(known, Capturing)
 
     def _running(self, request: Any) -> asyncio.Task[Any] | None:
         """What computes an answer in the background; None for any other, and when it is done."""
