@@ -14,10 +14,11 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
-from tllm import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, attach
+from tllm import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, attach
 from tllm.consumers.base import Consumer
 from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.options import SCHEDULER, WORKERS, EngineOptions
+from tllm.engine.refusals import RefusedError
 from tllm.ports import ConsumerFlow, ResidualStream
 
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
@@ -186,9 +187,16 @@ class Watched:
         return self._step()
 
 
+class OfTheirOwn(vllm.LLM):
+    """An `LLM` of a user's own class."""
+
+    def greeting(self):
+        return "hello"
+
+
 def test_an_engine_of_vllms_that_exists_is_attached_to_once(tiny_model):
     options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
-    theirs = vllm.LLM(
+    theirs = OfTheirOwn(
         tiny_model,
         worker_cls=WORKERS[torch.cuda.is_available()],
         scheduler_cls=SCHEDULER,
@@ -196,11 +204,17 @@ def test_an_engine_of_vllms_that_exists_is_attached_to_once(tiny_model):
     )
     watched = Watched(theirs.llm_engine)
     handle = attach(theirs)
-    assert attach(theirs.llm_engine) is handle
+    assert attach(theirs.llm_engine) is handle is theirs
+    assert isinstance(theirs, OfTheirOwn) and isinstance(theirs, LLM)
+    assert theirs.greeting() == "hello" and type(theirs).__name__ == "OfTheirOwn"
     (output,) = generate(theirs, prompts_of([5]), greedy(2, capture=CAPTURE))
     assert output.activations["post_block"][1].tensor.shape[0] == 6
     assert set(handle.consumers) == {"memory"}
     assert watched.added == 1 and watched.steps >= 2
+    # vLLM's own `beam_search` would make requests that say nothing of what was asked.
+    asked = BeamSearchParams(beam_width=1, max_tokens=3, capture=CAPTURE)
+    with pytest.raises(RefusedError, match="a beam is computed by many requests"):
+        theirs.beam_search(prompts_of([5]), asked)
 
 
 def test_consumers_for_an_engine_that_is_attached_without_them_are_refused(llm):

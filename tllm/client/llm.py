@@ -100,12 +100,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         arguments = engine_arguments(theirs, options, chosen)
         with limits.told(arguments["additional_config"]):
             super().__init__(model, **arguments)
-        self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
-        self._front = self._sync.front
-        run = self._sync.calls.run
-        parts = client, run, SyncGeneration(self.llm_engine, run, self._front)
-        self._set_up(*parts)
-        self._front.handle = _also_without(weakref.ref(self), parts)
+        self._stand_before(client, result_timeout_s)
         try:
             self._run(client.registered.current())
         except BaseException:
@@ -121,6 +116,15 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         """
         llm: LLM = _made_by(vllm.LLM.from_engine_args, cls, engine_args, **given)
         return llm
+
+    def _stand_before(self, client: Client, result_timeout_s: float) -> None:
+        """Bring what a client says to the engine that is there."""
+        self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
+        self._front = self._sync.front
+        run = self._sync.calls.run
+        parts = client, run, SyncGeneration(self.llm_engine, run, self._front)
+        self._set_up(*parts)
+        self._front.handle = _also_without(weakref.ref(self), parts)
 
     @_as(vllm.LLM.encode)
     def encode(self, *args: Any, **kwargs: Any) -> Any:
@@ -364,23 +368,25 @@ def attach(
 
     Args:
         engine: an `AsyncLLM` (of the API server, for example), `LLMEngine` or `LLM` whose workers
-            were started with our `worker_cls` and `scheduler_cls`. One that is attached already
-            gives what it is attached to, as it is.
+            were started with our `worker_cls` and `scheduler_cls`. An `LLM` becomes a `tllm.LLM`,
+            and is returned. One that is attached already gives what it is attached to, as it is.
         consumers, capture_consumers, result_timeout_s: as `LLM` takes them. They are registered
             with the first request, unless another front end was first.
 
     Raises `ValueError` for an engine whose workers are not ours, and for consumers that one which
     is attached already does not have.
     """
-    engine = engine.llm_engine if isinstance(engine, vllm.LLM) else engine
+    llm, engine = (engine, engine.llm_engine) if isinstance(engine, vllm.LLM) else (None, engine)
     found: Attached | None = handle_of(engine)
     if found is not None:
         given = *one_or_several(consumers), *one_or_several(capture_consumers)
         found._tllm.registered.check_expected(map(made, given))
         return found
     check_attached(engine.vllm_config)
-    handle = Attached()
     chosen, capturing = _chosen(consumers, capture_consumers, result_timeout_s)
+    if llm is not None:
+        return _as_ours(llm, Client(chosen, capturing), result_timeout_s)
+    handle = Attached()
     if isinstance(engine, vllm.LLMEngine):
         client = Client(chosen, capturing)
         sync = SyncClient(engine, client, result_timeout_s)
@@ -390,6 +396,17 @@ def attach(
     else:
         _attached(handle, engine, chosen, capturing, result_timeout_s)
     return handle
+
+
+def _as_ours(llm: vllm.LLM, client: Client, result_timeout_s: float) -> LLM:
+    """An `LLM` of vLLM's as one of ours: its beams, embeddings and scores are made by its own
+    methods, which would ask the engine for requests that say nothing of what they are for."""
+    theirs = type(llm)
+    ours = LLM if theirs is vllm.LLM else type(theirs.__name__, (LLM, theirs), {})
+    llm.__class__ = ours
+    assert isinstance(llm, LLM)
+    llm._stand_before(client, result_timeout_s)
+    return llm
 
 
 def _attached(
