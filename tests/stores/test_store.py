@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from tests.stores.processes import FORKS, write_many
 from tests.stores.samples import LAYOUTS, assert_same, assert_whole, record_of, rows_of
 from tllm import stores
 from tllm.stores import ArrayKey, Record, RecordMeta, Rows, Store, StoreError, StoreWriter
+from tllm.stores.payload import MappedPayload
+
+KEY = ("post_block", 0)
 
 
 def write(root: Path, records, layout="sharded", writer_id="main", **options) -> None:
@@ -438,6 +442,29 @@ def test_refreshing_sees_what_came_since(tmp_path: Path) -> None:
             store = store.refresh()
             assert len(store) == number + 1
             assert_same(store.record(str(number)), record_of(str(number)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_refreshing_sees_files_that_took_the_place_of_others(tmp_path: Path, layout: str) -> None:
+    def write_filled(value: float) -> torch.Tensor:
+        rows = torch.full((3, 4), value)
+        write(tmp_path / "store", [Record(RecordMeta("r"), {KEY: Rows(rows, [0, 1, 2])})], layout)
+        return rows
+
+    before = write_filled(1.0)
+    store = stores.open(tmp_path / "store")
+    assert torch.equal(store[0].tensor(*KEY), before)
+    shutil.rmtree(tmp_path / "store")
+    after = write_filled(2.0)
+    store = store.refresh()
+    assert torch.equal(store[0].tensor(*KEY), after)
+    assert torch.equal(stack(store), after)
+
+
+def test_refreshing_maps_no_file_again_that_is_still_there(mixed: Store, monkeypatch) -> None:
+    rows = stack(mixed)
+    monkeypatch.setattr(MappedPayload, "__init__", None)
+    assert torch.equal(stack(mixed.refresh()), rows)
 
 
 def test_a_record_that_was_replaced_meanwhile_says_so(tmp_path: Path) -> None:

@@ -329,6 +329,7 @@ class MappedPayload:
         except OSError as error:
             raise StoreError.from_os_error(f"{path} cannot be read", error) from None
         try:
+            self._identity = _identity(os.fstat(fd))
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
             self._entries, self._data_start = decode_header(memoryview(self._map))
         except ValueError as error:
@@ -337,6 +338,14 @@ class MappedPayload:
             raise StoreError.from_os_error(f"{path} cannot be mapped", error) from None
         finally:
             os.close(fd)
+
+    @property
+    def current(self) -> bool:
+        """Whether its path still names the file that is mapped, unchanged. Calls `stat` once."""
+        try:
+            return _identity(os.stat(self.path)) == self._identity
+        except OSError:
+            return False
 
     def read(self, piece: PieceEntry, checksum: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[rows, hidden]` and positions `[rows]` of a piece, as views of the file.
@@ -414,6 +423,14 @@ class PayloadCache:
     def __reduce__(self) -> tuple[type[PayloadCache], tuple[Path, int]]:
         return PayloadCache, (self._root, self._capacity)  # another process maps files anew
 
+    def current(self) -> PayloadCache:
+        """Another cache, with those files that are still the ones under their paths."""
+        with self._lock:
+            mapped = list(self._files.items())
+        found = PayloadCache(self._root, self._capacity)
+        found._files.update((file, payload) for file, payload in mapped if payload.current)
+        return found
+
     def get(self, file: str) -> MappedPayload:
         """A payload by its path relative to the root; raises as `MappedPayload` does."""
         with self._lock:
@@ -426,6 +443,11 @@ class PayloadCache:
             while len(self._files) > self._capacity:
                 self._files.popitem(last=False)
         return opened
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
+    # No other file gets the inode number while this one is mapped.
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def write_all(fd: int, buffers: Sequence[memoryview]) -> None:

@@ -342,10 +342,12 @@ class Store:
     def refresh(self) -> Store:
         """All records that are there now, with the statuses that this store shows.
 
-        Other filters are not kept; only new sidecars are read.
+        Other filters are not kept; only new sidecars are read, and files that are still the same
+        stay mapped.
         """
         table = RecordTable(Catalog.read(self.root, self._table.catalog))
-        return _whole(self.root, table, self._payloads, self._statuses)
+        # Looked at last: a file that takes another's place before that is found out.
+        return _whole(self.root, table, self._payloads.current(), self._statuses)
 
     def _load(self, records: IntArray) -> Iterator[StoredRecord]:
         table = self._table
