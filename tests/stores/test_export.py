@@ -81,6 +81,16 @@ def test_safetensors_keeps_the_dtype(store: Store, tmp_path: Path) -> None:
     assert [names["sample_index"][n] for n in found["records"].tolist()] == samples
 
 
+def test_rows_that_a_user_changed_are_exported_as_stored(store: Store, tmp_path: Path) -> None:
+    rows, _, _, positions = wanted(store, 1)
+    for record in store:
+        record.tensor("post_block", 1).zero_()
+        record.positions("post_block", 1).zero_()
+    [file] = export(store.filter(layers=1), tmp_path / "out", "safetensors")
+    assert torch.equal(load_file(file)["rows"], rows)
+    assert load_file(file)["positions"].tolist() == positions
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_half_done(store: Store, tmp_path: Path) -> None:
     export(store, tmp_path / "out", "npz")
     with pytest.raises(ValueError, match="is there already"):

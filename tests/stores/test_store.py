@@ -354,6 +354,24 @@ def test_formats_agree(mixed: Store) -> None:
     assert converted.rows.dtype == torch.float64
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_array_that_is_changed_in_place_changes_no_other_and_no_batch(
+    tmp_path: Path, layout: str
+) -> None:
+    wanted = record_of("r", layers=2, dtype=torch.float32)
+    write(tmp_path, [wanted], layout)
+    store = stores.open(tmp_path)
+    store[0].positions(*KEY).sub_(3)
+    store[0].numpy(*KEY)[:] = 0
+    assert torch.equal(store[0].tensor("post_block", 1), wanted.arrays["post_block", 1].tensor)
+    for layer in range(2):
+        assert store[0].positions("post_block", layer).tolist() == [0, 2, 4]
+        [batch] = store.batches("post_block", layer)
+        assert torch.equal(batch.rows, wanted.arrays["post_block", layer].tensor)
+        assert batch.positions.tolist() == [0, 2, 4]
+    assert_whole(store)
+
+
 def test_records_that_differ_in_dtype_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, [record_of("a"), record_of("b", dtype=torch.float32)])
     store = stores.open(tmp_path)

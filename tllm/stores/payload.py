@@ -307,8 +307,8 @@ class PayloadFile:
 class MappedPayload:
     """A published safetensors file, mapped.
 
-    The mapping is private: tensors can be written to, which changes neither the file nor what
-    others see.
+    It is mapped twice: what is handed out can be written to, and lies in a mapping of its own.
+    Both are private: writing changes neither the file nor what others see, nor what is read here.
 
     Raises:
         StoreError: there is no such file (`missing`), it cannot be read (`io`), or it is not
@@ -330,7 +330,9 @@ class MappedPayload:
             raise StoreError.from_os_error(f"{path} cannot be read", error) from None
         try:
             self._identity = _identity(os.fstat(fd))
+            # Writable, too: torch warns of memory that is not.
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+            self._handed_out = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
             self._entries, self._data_start = decode_header(memoryview(self._map))
         except ValueError as error:
             raise StoreError(f"{path} is damaged: {error}", "damaged") from None
@@ -348,11 +350,11 @@ class MappedPayload:
             return False
 
     def read(self, piece: PieceEntry, checksum: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[rows, hidden]` and positions `[rows]` of a piece, as views of the file.
+        """Rows `[rows, hidden]` and positions `[rows]` of a piece, as views of the file: to be
+        copied, not to be changed or handed out.
 
         Args:
-            checksum: compare it, the first time that the piece is read: its rows may be changed in
-                memory then.
+            checksum: compare it, the first time that the piece is read.
 
         Raises:
             StoreError: they are not there, or not as they were written (`damaged`).
@@ -372,13 +374,34 @@ class MappedPayload:
             self._checked.add(place)
         return rows, positions
 
+    def hand_out(self, piece: PieceEntry) -> torch.Tensor:
+        """Rows `[rows, hidden]` of a piece, as a view of the file that its user may change.
+
+        What was changed is there when they are handed out again, and in nothing else. Raises as
+        `read` does.
+        """
+        self.read(piece)
+        place = piece.tensor, piece.row_start, piece.rows, piece.dtype, (piece.hidden,)
+        return self._view(self._handed_out, *place)
+
     def slice(
         self, name: str, start: int, count: int, dtype: str, tail: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """`[count, *tail]` of a tensor, from row `start` on; shares memory with the file.
+        """`[count, *tail]` of a tensor, from row `start` on, as a view of the file: as of `read`.
 
         Raises `StoreError` (`damaged`) unless there is such a tensor with that many rows.
         """
+        return self._view(self._map, name, start, count, dtype, tail)
+
+    def _view(
+        self,
+        mapping: mmap.mmap,
+        name: str,
+        start: int,
+        count: int,
+        dtype: str,
+        tail: tuple[int, ...],
+    ) -> torch.Tensor:
         entry = self._entries.get(name)
         if entry is None or (entry.dtype, entry.shape[1:]) != (dtype, tail):
             found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
@@ -399,7 +422,7 @@ class MappedPayload:
             return torch.empty((0, *tail), dtype=kind)
         row_bytes = width * kind.itemsize
         flat = torch.frombuffer(
-            self._map,
+            mapping,
             dtype=torch.uint8,
             count=count * row_bytes,
             offset=self._data_start + entry.begin + start * row_bytes,

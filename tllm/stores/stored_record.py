@@ -125,20 +125,23 @@ class StoredRecord:
 
         They share memory with the file, unless they lie in several places: then they are copied
         together. What is changed in place stays private to the process, which may see it when it
-        reads the record again: `clone()` them first.
+        reads this array again: `clone()` it first. Other arrays, batches, exports and `verify` have
+        what is stored.
 
         Raises:
             ValueError: the hook point is none, or the layer does not go with it.
             StoreError: the array is not there, or a file is gone or damaged: the checksum of rows
                 and positions is compared when they are read first.
         """
-        parts = [self._payloads.get(p.file).read(p)[0] for p in self._find(hook, layer)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        pieces = self._find(hook, layer)
+        if len(pieces) == 1:
+            return self._payloads.get(pieces[0].file).hand_out(pieces[0])
+        return torch.cat([self._payloads.get(p.file).read(p)[0] for p in pieces])
 
     def positions(self, hook: str | HookPoint, layer: int | None = None) -> torch.Tensor:
-        """`[rows]` int32, the position of each row's token. Raises as `tensor` does."""
-        parts = [self._payloads.get(p.file).read(p)[1] for p in self._find(hook, layer)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """`[rows]` int32, the position of each row's token: a copy. Raises as `tensor` does."""
+        pieces = self._find(hook, layer)
+        return torch.cat([self._payloads.get(p.file).read(p)[1] for p in pieces])
 
     def numpy(self, hook: str | HookPoint, layer: int | None = None) -> npt.NDArray[Any]:
         """Rows `[rows, hidden]` as numpy; bfloat16 and float8, which numpy lacks, as float32.
