@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import random
 import shutil
@@ -30,7 +31,8 @@ from tests.stores.samples import (
     rows_of,
 )
 from tllm import stores
-from tllm.stores import RecordMeta, StoreError, StoreWriter
+from tllm.stores import RecordMeta, StoreError, StoreWriter, queue
+from tllm.stores.queue import SpilledRows, SpillFile
 
 ROOT = Path(__file__).parents[2]
 JOB = [sys.executable, "-m", "tests.stores.processes"]
@@ -433,6 +435,57 @@ def test_a_stalled_disk_with_spill_costs_neither(stalled_disk: StalledDisk, tmp_
     assert store.record("stream").positions("post_block", 0).tolist() == list(range(200))
     assert_whole(store)
     assert list(spill.iterdir()) == []
+
+
+def on_disk(spill: SpillFile) -> int:
+    return sum(os.fstat(segment.fd).st_blocks * 512 for segment in spill._segments)
+
+
+def pass_short_rows_beside_long(spill: SpillFile, nbytes: int, count: int) -> list[SpilledRows]:
+    """Rows come and are read at once, `count` of them; of each 15 one stays, and is returned. Ends
+    early where there is no room."""
+    rows = torch.arange(nbytes) % 251
+    kept = []
+    for number in range(count):
+        spilled = spill.put((rows + number % 5).to(torch.uint8))
+        if spilled is None:
+            break
+        if number % 15:
+            assert spill.pop(spilled).tolist() == (rows + number % 5).tolist()
+        else:
+            kept.append(spilled)
+        assert on_disk(spill) <= spill.limit
+    return kept
+
+
+@pytest.mark.parametrize("nbytes", [64 << 10, 5000, 300])
+def test_rows_that_were_read_take_no_disk_beside_those_that_were_not(
+    tmp_path: Path, monkeypatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(queue, "_SEGMENT_BYTES", 100 * nbytes)
+    spill = SpillFile(tmp_path, limit=40 * nbytes + 40 * 2 * mmap.PAGESIZE)
+    kept = pass_short_rows_beside_long(spill, nbytes, 450)
+    assert len(kept) == 30
+    # Whole pages, and those in which a file system notes where they are.
+    assert on_disk(spill) <= 30 * (nbytes + 3 * mmap.PAGESIZE)
+    assert 30 * nbytes <= spill.used
+    for number, spilled in enumerate(kept):
+        assert spill.pop(spilled)[:3].tolist() == [(15 * number) % 5 + i for i in range(3)]
+    assert spill.used == on_disk(spill) == 0
+
+
+def test_where_no_pages_can_be_given_back_the_limit_counts_whole_files(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(queue, "_punch_hole", lambda *place: False)
+    spill = SpillFile(tmp_path, limit=1 << 20)
+    kept = pass_short_rows_beside_long(spill, 5000, 10_000)
+    assert 10 < len(kept) <= 32
+    for spilled in kept[:-1]:
+        spill.pop(spilled)
+    # One request that goes on keeps one file, not all of the room.
+    assert len(pass_short_rows_beside_long(spill, 5000, 150)) == 10
+    assert spill.used <= spill.limit
 
 
 def test_published_payloads_of_all_layouts_open_with_safetensors_alone(tmp_path: Path) -> None:

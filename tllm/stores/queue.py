@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -22,16 +25,34 @@ from tllm.stores.recording import QueuedRows
 
 Overflow = Literal["block", "drop", "spill"]
 
-_SEGMENT_BYTES = 256 << 20
+_SEGMENT_BYTES = 4 << 30
+"""That are written to a file before the next is begun; those that were read take no space."""
+
+_SEGMENTS = 32
+"""Files that make up the limit where only whole ones give their space back."""
+
+_PAGE = mmap.PAGESIZE
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Flags of `fallocate`."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A file without a name: it is gone when the process is, however that ends."""
+    """A file without a name: it is gone when the process is, however that ends.
+
+    Attributes:
+        size: bytes that were written, also those that were read since.
+        held: bytes that it takes on disk, in whole pages.
+        unread: how many `SpilledRows` nobody has read.
+        edges: by page, how many of these begin or end in it. Pages between are of one alone.
+    """
 
     fd: int
     size: int = 0
+    held: int = 0
     unread: int = 0
+    edges: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +72,26 @@ class SpilledRows:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def edges(self) -> set[int]:
+        """The pages of the file in which they begin and end."""
+        if not self.nbytes:
+            return set()
+        return {self._offset // _PAGE, (self._offset + self.nbytes - 1) // _PAGE}
+
 
 class SpillFile:
     """Takes rows out of memory and gives them back; for several threads.
+
+    What was read gives its space back at once, page by page; where the file system cannot do that,
+    when nothing is left to read in the same segment.
 
     Args:
         folder: where; the system's temporary folder by default.
         limit: bytes that may lie there at a time.
 
     Attributes:
-        used: bytes that lie there.
+        used: bytes that lie there, in whole pages.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
@@ -68,25 +99,27 @@ class SpillFile:
         self.used = 0
         self._folder = folder
         self._segments: list[_Segment] = []
+        self._has_holes = True
         self._lock = threading.Lock()
 
     def put(self, tensor: torch.Tensor) -> SpilledRows | None:
         """Write rows, on the CPU; None when they do not fit below the limit. Raises `OSError`."""
         data = as_bytes(tensor.contiguous())
         with self._lock:
-            if self.used + len(data) > self.limit:
-                return None
-            if not self._segments or self._segments[-1].size >= _SEGMENT_BYTES:
-                with tempfile.TemporaryFile(dir=self._folder) as file:
-                    self._segments.append(_Segment(os.dup(file.fileno())))
-            segment = self._segments[-1]
+            segment = self._filling()
             offset = segment.size
+            growth = _in_pages(offset + len(data)) - _in_pages(offset)
+            if self.used + growth > self.limit:
+                return None
             os.lseek(segment.fd, offset, os.SEEK_SET)
             write_all(segment.fd, [data])
+            spilled = SpilledRows(tuple(tensor.shape), tensor.dtype, len(data), segment, offset)
             segment.size += len(data)
+            segment.held += growth
             segment.unread += 1
-            self.used += len(data)
-        return SpilledRows(tuple(tensor.shape), tensor.dtype, len(data), segment, offset)
+            segment.edges.update(spilled.edges)
+            self.used += growth
+        return spilled
 
     def pop(self, spilled: SpilledRows) -> torch.Tensor:
         """Read rows back, once. Raises `OSError`."""
@@ -106,17 +139,21 @@ class SpillFile:
         return torch.frombuffer(data, dtype=torch.uint8).view(spilled.dtype).view(spilled.shape)
 
     def discard(self, spilled: SpilledRows) -> None:
-        """Nobody will read these rows. Files without any give their space back."""
+        """Nobody will read these rows: their space is given back."""
         segment = spilled._segment
         with self._lock:
-            self.used -= spilled.nbytes
-            segment.unread -= 1
-            if segment.unread or segment not in self._segments:
+            if segment not in self._segments:
                 return
+            segment.unread -= 1
+            if segment.unread:
+                self._punch(spilled)
+                return
+            self.used -= segment.held
             if segment is self._segments[-1]:
                 # It is filled again.
-                segment.size = 0
                 os.ftruncate(segment.fd, 0)
+                segment.size = segment.held = 0
+                segment.edges.clear()
             else:
                 self._segments.remove(segment)
                 os.close(segment.fd)
@@ -126,6 +163,34 @@ class SpillFile:
         with self._lock:
             while self._segments:
                 os.close(self._segments.pop().fd)
+            self.used = 0
+
+    def _filling(self) -> _Segment:
+        """The segment to which rows are added."""
+        most = _SEGMENT_BYTES if self._has_holes else max(1, self.limit // _SEGMENTS)
+        if not self._segments or self._segments[-1].size >= most:
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                self._has_holes = _punch_hole(file.fileno(), 0, _PAGE)
+                self._segments.append(_Segment(os.dup(file.fileno())))
+        return self._segments[-1]
+
+    def _punch(self, spilled: SpilledRows) -> None:
+        """Give back the pages of these rows in which nothing else is to be read."""
+        segment, edges = spilled._segment, spilled.edges
+        segment.edges.subtract(edges)
+        free = [page for page in edges if not segment.edges[page]]
+        for page in free:
+            del segment.edges[page]
+        if not edges:
+            return
+        first, last = min(edges), max(edges)
+        start = first if first in free else first + 1
+        # More rows will come to the last page that is not full.
+        stop = min(last + 1 if last in free else last, segment.size // _PAGE)
+        nbytes = (stop - start) * _PAGE
+        if nbytes > 0 and self._has_holes and _punch_hole(segment.fd, start * _PAGE, nbytes):
+            segment.held -= nbytes
+            self.used -= nbytes
 
 
 @dataclass(eq=False)
@@ -332,6 +397,22 @@ class Intake:
             item.lost = {**item.lost, f"spilled rows were lost: {describe(failure)}": lost}
             item.stacks = ()
             self.release(item.nbytes)
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int]:
+    function = ctypes.CDLL(None).fallocate
+    function.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    return function
+
+
+def _punch_hole(fd: int, offset: int, nbytes: int) -> bool:
+    """Take whole pages of a file, which stays as long, off the disk; whether that could be done."""
+    return _fallocate()(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes) == 0
 
 
 def closed_error() -> StoreError:
