@@ -404,15 +404,17 @@ def _in_pages(nbytes: int) -> int:
 
 
 @cache
-def _fallocate() -> Callable[[int, int, int, int], int]:
-    function = ctypes.CDLL(None).fallocate
-    function.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux has it alone
+    if function is not None:
+        function.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
     return function
 
 
 def _punch_hole(fd: int, offset: int, nbytes: int) -> bool:
     """Take whole pages of a file, which stays as long, off the disk; whether that could be done."""
-    return _fallocate()(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes) == 0
+    fallocate = _fallocate()
+    return fallocate is not None and fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes) == 0
 
 
 def closed_error() -> StoreError:
