@@ -305,3 +305,27 @@ def test_a_root_of_another_engine_s_captures_is_refused_with_what_to_give(llm, t
     with pytest.raises(ValueError, match=r"consumer_id='filesystem' is that of another engine's"):
         tight_llm.register_consumer(FilesystemConsumer(tmp_path))
     tight_llm.register_consumer(FilesystemConsumer(tmp_path, consumer_id="second"))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names", "one name"])
+def test_two_consumers_write_into_one_root(llm, tmp_path, named):
+    llm.register_consumer(FilesystemConsumer(tmp_path))
+    llm.register_consumer(FilesystemConsumer(tmp_path, consumer_id="second"))
+    asked = {
+        "filesystem": {"hooks": {"post_block": [1]}},
+        "second": {"hooks": {"attn_out": [0, 2]}, "positions": "last_prompt"},
+    }
+    for name, capture in asked.items():
+        capture |= {"request_id": name if named else "r", "tag": name if named else ""}
+    [output] = generate(llm, prompts_of([9]), greedy(4, capture=asked))
+    store = tllm.stores.open(tmp_path)
+    records = {record.record_id: record for record in store}
+    assert len(store) == len(records) == 2
+    for name, rows in (("filesystem", [12]), ("second", [1, 1])):
+        result = output.capture_results[name]
+        assert (result.status, result.payload.rows) == ("ok", sum(rows))
+        record = records[result.payload.record_id]
+        assert record.writer.endswith(f"-{name}-sharded")
+        assert (record.request_id, record.tag) == ((name, name) if named else ("r", ""))
+        assert [record.shape(*key)[0] for key in record.keys] == rows
+    assert store.verify().ok

@@ -40,9 +40,10 @@ def read_store(root: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
                 assert zlib.crc32(canonical.encode()) == checksum
                 lines.append((sidecar.parent, line))
     # 3. Parts of one record.
-    records: dict[str, list] = {}
+    records: dict[tuple, list] = {}
     for folder, line in lines:
-        records.setdefault(line["record_id"], []).append((folder, line))
+        names = line["record_id"], line["tag"], line["request_id"], line["sample_index"]
+        records.setdefault(names, []).append((folder, line))
     # 4. Whole records, the newest where one replaces another.
     whole: dict[tuple, list] = {}
     for parts in records.values():

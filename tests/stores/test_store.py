@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,46 @@ def test_an_index_that_cannot_be_read_is_done_without(mixed: Store) -> None:
     data = (mixed.root / "index.parquet").read_bytes()
     (mixed.root / "index.parquet").write_bytes(data[: len(data) // 2])
     assert len(stores.open(mixed.root)) == 12
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records_of_several_names_that_share_an_id_are_records_of_their_own(
+    tmp_path: Path, layout: str, indexed: bool
+) -> None:
+    """As two consumers of one engine wrote them once: the id was of the request alone."""
+
+    def meta(**names: Any) -> RecordMeta:
+        return RecordMeta(**{"request_id": "r", "record_id": "of the request", **names})
+
+    others = [meta(), meta(tag="first"), meta(request_id="s"), meta(sample_index=1)]
+    with ExitStack() as ends:
+        open_writer = partial(StoreWriter, tmp_path, layout=layout)
+        second = ends.enter_context(open_writer(writer_id="second"))
+        writers = [ends.enter_context(open_writer(writer_id=f"{n}")) for n in range(len(others))]
+        stream = second.begin(meta(tag="second"))
+        for position in range(2):
+            stream.append("post_block", 1, [position], torch.full((1, 4), float(position)))
+            second.flush()
+        stream.finish()
+        for number, (writer, other) in enumerate(zip(writers, others, strict=True)):
+            rows = Rows(torch.full((1, 4), 10.0 + number), [3])
+            writer.submit(Record(other, {("attn_out", number): rows}))
+    store = stores.open(tmp_path)
+    if indexed:
+        store.index()
+        store = stores.open(tmp_path)
+    assert len(store) == 5
+    for number, other in enumerate(others):
+        names = {name: getattr(other, name) for name in ("request_id", "tag", "sample_index")}
+        record = store.record(**names)
+        assert (record.status, record.error) == ("ok", "")
+        assert record.keys == [ArrayKey("attn_out", number)]
+        assert record.tensor("attn_out", number).tolist() == [[10.0 + number] * 4]
+    parts = store.record("r", tag="second")
+    assert parts.tensor("post_block", 1)[:, 0].tolist() == [0, 1]
+    assert [record.record_id for record in store] == ["of the request"] * 5
+    assert_whole(store)
 
 
 def test_an_empty_store_is_a_store(tmp_path: Path) -> None:

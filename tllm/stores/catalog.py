@@ -348,6 +348,28 @@ def read_line(root: Path, sidecar: str, offset: int) -> SidecarLine:
         return SidecarLine.decode(file.readline())
 
 
+def _records_of(lines: pa.Table) -> IntArray:
+    """`[lines]`, the record of each line, numbered in the order of their first lines.
+
+    Lines of one record id that differ in a name are of several records: consumers of one engine
+    once wrote records of their own under the id of the request.
+    """
+    ids = _codes(lines["record_id"])
+    _, first = np.unique(ids, return_index=True)
+    names = [_codes(lines[name]) for name in ("tag", "request_id", "sample_index")]
+    if all((codes == codes[first[ids]]).all() for codes in names):
+        return ids
+    numbers: dict[tuple[int, ...], int] = {}
+    keys = zip(*(codes.tolist() for codes in (ids, *names)), strict=True)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _codes(column: pa.ChunkedArray) -> IntArray:
+    """A number for each value, the same for equal ones, in the order of first appearance."""
+    codes: IntArray = column.combine_chunks().dictionary_encode().indices.to_numpy()
+    return codes.astype(np.int64)
+
+
 STATUSES = ("ok", "partial_error", "pending")
 """What a record that can be read may be; `pending`: its end was not published (yet)."""
 
@@ -364,20 +386,18 @@ class RecordTable:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         lines = catalog.lines
-        ids = lines["record_id"].combine_chunks().dictionary_encode()
-        # The codes are in the order of first appearance.
-        group: IntArray = ids.indices.to_numpy().astype(np.int64)
+        group = _records_of(lines)
         self._stage: IntArray = lines["stage"].to_numpy().astype(np.int64)
         self._part: IntArray = lines["part"].to_numpy().astype(np.int64)
         self._last = lines["last"].to_numpy()
         self._num_stages: IntArray = lines["num_stages"].to_numpy().astype(np.int64)
         order = np.lexsort((self._part, self._stage, group))
-        starts = np.searchsorted(group[order], np.arange(len(ids.dictionary) + 1))
-        self.size = len(ids.dictionary)
+        self.size = int(group.max()) + 1 if len(group) else 0
+        starts = np.searchsorted(group[order], np.arange(self.size + 1))
         self.status: npt.NDArray[np.int8] = np.full(self.size, _HIDDEN, np.int8)
         self.errors: dict[int, str] = {}
         self.doubles: list[int] = []
-        """Lines of parts that are there already: they are not used."""
+        """Lines of parts that are there already, of the same names: they are not used."""
         head = order[starts[:-1]] if self.size else np.zeros(0, np.int64)
         codes = self._line_codes()
         alone = (np.diff(starts) == 1) & (self._num_stages[head] == 1) & (self._part[head] == 0)

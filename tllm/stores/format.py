@@ -11,7 +11,8 @@
 
     a line   = {"arrays":[piece, ...], "record_id":..., "part":..., "last":..., ..., "crc32":...}
     a piece  = file, tensor, row_start, rows, position_start: consecutive rows of one array
-    a record = the lines with its id, by stage and part; whole when each stage has its last part
+    a record = the lines with its id and names (tag, request id, sample), by stage and part; whole
+               when each stage has its last part
 
 doc/reference/store-format.md has every field.
 """

@@ -104,7 +104,8 @@ class FilesystemConsumer(Capturing):
         queue_mib, spill_mib, spill_folder: see `overflow`.
         host_mib: rows of running requests in host memory, by default half of the machine's memory;
             beyond it, `overflow` decides (see `Capturing`).
-        consumer_id: its name, for a second one in the same engine.
+        consumer_id: its name, for a second one in the same engine. Neither knows the other's
+            records: give each a `tag`, so that names stay apart.
     """
 
     needs_tokens = True
@@ -356,7 +357,7 @@ class FilesystemConsumer(Capturing):
             status="partial_error" if error else "ok",
             error=error,
             metadata=metadata,
-            record_id=f"{request.prompt_id}-{request.sample_index}",
+            record_id=f"{request.prompt_id}-{request.sample_index}-{self.consumer_id}",
             stage=self._model.stage,
             num_stages=self._model.num_stages,
         )
