@@ -266,6 +266,54 @@ def test_a_name_that_is_taken_is_an_error_of_the_result(llm, tmp_path):
     assert "same" in next(r.error for r in results if r.error)
 
 
+@pytest.mark.parametrize("policy", ["error", "skip", "overwrite", "suffix"])
+def test_a_name_is_taken_in_all_layouts(llm, tmp_path, policy):
+    for start in (0, 2):  # and it is when the store is opened again
+        llm.register_consumer(FilesystemConsumer(tmp_path, on_collision=policy))
+        for i, layout in enumerate(("packed", "sharded", "per_file", "packed", "sharded")):
+            if start and not i:
+                continue
+            asked = filesystem(request_id="same", layout=layout)
+            length = 5 + start + i
+            [output] = generate(llm, prompts_of([length]), greedy(2, capture=asked))
+            result = output.capture_results["filesystem"]
+            first = (start, i) == (0, 0)
+            assert result.status == ("error" if policy == "error" and not first else "ok")
+            if policy == "skip":
+                assert result.payload.skipped == (not first)
+        llm.clear_consumers()
+    store = tllm.stores.open(tmp_path)
+    lengths = {
+        "error": [5],
+        "skip": [5],
+        "overwrite": [11],
+        "suffix": [5, 6, 7, 8, 9, 8, 9, 10, 11],
+    }
+    records = sorted(store, key=lambda record: record.generation)
+    assert [record.prompt_len for record in records] == lengths[policy]
+    assert len({record.name for record in records}) == len(records)
+    assert store.verify().ok
+    if policy == "overwrite":
+        assert not list(tmp_path.rglob("same@0*"))  # what shards replaced is gone
+
+
+def test_max_bytes_holds_for_all_layouts_together(llm, tmp_path):
+    one = 8 * (4 * 128 + 4)
+    layouts = ["sharded", "packed", "per_file"]
+    for start, layout in enumerate(layouts):
+        llm.register_consumer(FilesystemConsumer(tmp_path, layout=layout, max_bytes=2 * one))
+        for i, chosen in enumerate(layouts):
+            asked = filesystem(hooks="post_block:1", request_id=f"{start}-{i}", layout=chosen)
+            [output] = generate(llm, prompts_of([5]), greedy(4, capture=asked))
+            result = output.capture_results["filesystem"]
+            if start or i == 2:
+                assert result.status == "error" and f"max_bytes={2 * one}" in result.error
+            else:
+                assert (result.status, result.payload.bytes) == ("ok", one)
+        llm.clear_consumers()
+    assert tllm.stores.open(tmp_path).nbytes == 2 * one
+
+
 REFUSED = {
     r"capture\['filesystem'\]\['tag'\].*control characters": {"tag": "a\nb"},
     r"capture\['filesystem'\]\['tag'\]=3 is not text": {"tag": 3},

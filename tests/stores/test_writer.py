@@ -25,6 +25,7 @@ from tests.stores.samples import (
 from tllm import stores
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.stores import Published, Record, RecordMeta, Rows, StackedRows, StoreError, StoreWriter
+from tllm.stores.ledger import Ledger
 
 
 def changed(request_id: str, rows: int = 7) -> Record:
@@ -161,6 +162,24 @@ def test_records_that_were_overwritten_do_not_count_as_used(tmp_path: Path, layo
         with pytest.raises(StoreError, match="max_bytes"):
             [writer.submit(record_of(name)).result(60) for name in ("y", "z")]
     assert stores.open(tmp_path).nbytes == 2 * one
+
+
+def test_what_another_layout_overwrote_does_not_count_as_used(tmp_path: Path) -> None:
+    """Of writers that share a ledger."""
+    one = sum(rows.tensor.nbytes + 4 * 3 for rows in record_of("x").arrays.values())
+    ledger = Ledger("overwrite", 2 * one, LAYOUTS)
+    for _ in range(2):
+        for layout in LAYOUTS:
+            with StoreWriter(tmp_path, layout=layout, writer_id=layout, ledger=ledger) as writer:
+                future = writer.submit(record_of("x"))
+                writer.flush()
+                assert future.result(0).status == "ok"
+                assert_same(stores.open(tmp_path).record("x"), record_of("x"))
+                written = sum(path.match("*post_block*") for path in payloads(tmp_path))
+                assert written == (2 if layout == "per_file" else 0)
+                assert len(stores.open(tmp_path)) == 1
+        ledger = Ledger("overwrite", 3 * one, LAYOUTS)  # the shard stays
+    assert_whole(stores.open(tmp_path))
 
 
 def test_rows_whose_caller_was_interrupted_are_missing(tmp_path: Path, monkeypatch) -> None:
@@ -583,7 +602,9 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options, message
 
 
 def test_an_unknown_option_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"no \['writer'\]; it takes writer_id, layout, durability"):
+    with pytest.raises(
+        TypeError, match=r"no \['writer'\]; it takes writer_id, ledger, layout, dura"
+    ):
         StoreWriter(tmp_path, writer="a")
 
 

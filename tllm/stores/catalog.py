@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -185,9 +185,10 @@ class Catalog:
         columns = (self.lines[name].to_pylist() for name in ("record_id", "stage"))
         return set(zip(*columns, strict=True))
 
-    def bytes_of(self, writer_id: str) -> int:
-        """Bytes of rows and positions that a writer has published."""
-        mine = pc.equal(self.lines["writer"], writer_id).to_numpy()
+    def bytes_of(self, writer_ids: Iterable[str]) -> int:
+        """Bytes of rows and positions that these writers have published."""
+        wanted = pa.array(writer_ids, pa.string())
+        mine = pc.is_in(self.lines["writer"], value_set=wanted).to_numpy()
         pieces = self.pieces.filter(pa.array(mine[self.piece_lines]))
         return int(piece_bytes(pieces).sum())
 

@@ -1,4 +1,4 @@
-"""Which records of a store exist, and what happens to one more of the same name."""
+"""What a store has: which records, what happens to one more of a name, and how many bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError
-from tllm.stores.format import Identity, WriterPaths
+from tllm.stores.format import Identity, WriterPaths, normal_text
 from tllm.stores.record import RecordMeta
 from tllm.stores.recording import Published
 
@@ -38,29 +38,61 @@ class Claim:
 
 
 class Ledger:
-    """Which records exist, and what happens to one more of the same identity.
+    """Which records exist, what happens to one more of the same identity, and how many bytes a
+    writer may still leave.
 
-    It knows those that were there when the store was opened, and its writer's own. What other
-    writers publish meanwhile is not seen.
+    It is one writer's, or that of several under one root that count as one. It knows what was there
+    when each was opened, and what they write. What others publish meanwhile is not seen.
+
+    Args:
+        on_collision, max_bytes: see `WriterOptions`.
+        writer_ids: of all of these writers; what they left in earlier runs counts from the first
+            `read` on.
     """
 
     def __init__(
-        self,
-        policy: OnCollision,
-        known: Iterable[tuple[Identity, Claim]],
-        used: Iterable[tuple[str, int]] = (),
+        self, on_collision: OnCollision, max_bytes: int | None, writer_ids: Iterable[str]
     ) -> None:
-        self._policy = policy
+        self.on_collision = on_collision
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """Bytes of rows and positions, published or on their way."""
+        self._uncounted = frozenset(map(normal_text, writer_ids))
         self._lock = threading.Lock()
         self._newest: dict[Identity, Claim] = {}
-        self._ids = set(used)
+        self._ids: set[tuple[str, int]] = set()
         self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
-        for identity, claim in known:
-            self._ids.add((claim.record_id, identity[3]))
-            if self._newest.get(identity, claim).generation <= claim.generation:
-                self._newest[identity] = claim
-            if claim.sidecar is not None and policy == "overwrite":
-                self._replaceable.setdefault(identity, []).append((claim.generation, claim.sidecar))
+
+    def read(self, paths: WriterPaths, catalog: Catalog) -> None:
+        """Take up what is under the root, for a writer that has its folder from now on."""
+        known = list(_known_records(paths, catalog))
+        with self._lock:
+            if self._uncounted:
+                self.num_bytes += catalog.bytes_of(self._uncounted)
+                self._uncounted = frozenset()
+            self._ids |= catalog.record_ids()
+            for identity, claim in known:
+                newest = self._newest.get(identity)
+                if newest is None or newest.generation < claim.generation:
+                    self._newest[identity] = claim
+                if claim.sidecar is not None and self.on_collision == "overwrite":
+                    replaceable = self._replaceable.setdefault(identity, [])
+                    replaceable.append((claim.generation, claim.sidecar))
+
+    def reserve(self, nbytes: int) -> bool:
+        """Count bytes that are to be written; False, and none counted, where they would exceed the
+        limit. The end of a record has none, and comes through also where more are used already."""
+        with self._lock:
+            total = self.num_bytes + nbytes
+            if nbytes and self.max_bytes is not None and total > self.max_bytes:
+                return False
+            self.num_bytes = total
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Bytes that were counted are not there, or not any more."""
+        with self._lock:
+            self.num_bytes -= nbytes
 
     def claim(self, meta: RecordMeta, future: Future[Published]) -> Claim:
         """Leave to write a record; of another record id: the record that is there and stays.
@@ -76,9 +108,9 @@ class Ledger:
                     "capture an id of its own, or none"
                 )
             before = self._newest.get(meta.identity)
-            if before is not None and self._policy == "skip":
+            if before is not None and self.on_collision == "skip":
                 return before
-            if before is not None and self._policy == "error":
+            if before is not None and self.on_collision == "error":
                 raise StoreError(
                     f"record {meta.request_id!r} sample {meta.sample_index} of tag {meta.tag!r} "
                     "exists already and on_collision='error'; give another request id or tag, or "
@@ -101,12 +133,14 @@ class Ledger:
             if self._newest[meta.identity] is claim:
                 self._newest[meta.identity] = Claim(meta.record_id, claim.generation, sidecar)
             # The files of several stages cannot be removed in one go: they stay.
-            if self._policy != "overwrite" or sidecar is None or meta.num_stages > 1:
+            if self.on_collision != "overwrite" or meta.num_stages > 1:
                 return []
             files = self._replaceable.pop(meta.identity, [])
-            files.append((claim.generation, sidecar))
-            newest = max(generation for generation, _ in files)
-            self._replaceable[meta.identity] = [file for file in files if file[0] == newest]
+            if sidecar is not None:
+                files.append((claim.generation, sidecar))
+            newest = max([claim.generation, *(generation for generation, _ in files)])
+            if kept := [file for file in files if file[0] == newest]:
+                self._replaceable[meta.identity] = kept
             return [path for generation, path in files if generation < newest]
 
     def failed(self, meta: RecordMeta, claim: Claim) -> None:
@@ -120,7 +154,7 @@ class Ledger:
                 self._newest[meta.identity] = claim.before
 
 
-def known_records(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
+def _known_records(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
     prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
     for row in catalog.ended():
         own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.error import StoreError
 from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
-from tllm.stores.ledger import Claim, Ledger, OnCollision, known_records
+from tllm.stores.ledger import Claim, Ledger, OnCollision
 from tllm.stores.publish import (
     Publisher,
     Publishing,
@@ -151,6 +151,9 @@ class StoreWriter:
     Args:
         root: folder of the store; made when missing.
         writer_id: name of this writer; unique under the root, and the same when it comes back.
+        ledger: of several writers of one process under this root, for which a name exists once and
+            whose bytes are limited together. Its `on_collision` and `max_bytes` hold instead of
+            those of `options`. By default, one of its own.
         options: see `WriterOptions`, by name.
 
     Raises:
@@ -166,11 +169,14 @@ class StoreWriter:
         root: str | os.PathLike[str],
         *,
         writer_id: str = "main",
+        ledger: Ledger | None = None,
         **options: Any,
     ) -> None:
         taken = [each.name for each in fields(WriterOptions)]
         if unknown := sorted(options.keys() - set(taken)):
-            raise TypeError(f"StoreWriter has no {unknown}; it takes writer_id, {', '.join(taken)}")
+            raise TypeError(
+                f"StoreWriter has no {unknown}; it takes writer_id, ledger, {', '.join(taken)}"
+            )
         chosen = WriterOptions(**options)
         if not (writer_id := checked_text("writer_id", writer_id)):
             raise ValueError("writer_id='' is not allowed; give this writer a name")
@@ -184,9 +190,8 @@ class StoreWriter:
             sync=chosen.durability == "fsync",
             spill_place=spill_place if chosen.overflow == "spill" else None,
         )
-        known = known_records(self.paths, catalog)
-        self._ledger = Ledger(chosen.on_collision, known, catalog.record_ids())
-        self._spent = catalog.bytes_of(writer_id)
+        self._ledger = ledger or Ledger(chosen.on_collision, chosen.max_bytes, [writer_id])
+        self._ledger.read(self.paths, catalog)
         self._spill = SpillFile(spill_place, chosen.spill_bytes)
         self._intake = Intake(chosen.threads, chosen.queue_bytes, chosen.overflow, self._spill)
         self._counts = {field.name: 0 for field in fields(WriterStats)}
@@ -378,7 +383,7 @@ class StoreWriter:
         recording = Recording(
             meta,
             claim.generation,
-            self._options.on_collision == "overwrite",
+            self._ledger.on_collision == "overwrite",
             self.layout,
             self.paths.writer_id,
             lambda recording, result: self._resolved(recording, claim, result),
@@ -409,8 +414,7 @@ class StoreWriter:
             known.future.add_done_callback(resolve)
 
     def _resolved(self, recording: Recording, claim: Claim, result: Published | None) -> None:
-        with self._lock:
-            self._spent += recording.bytes - recording.reserved
+        self._ledger.give_back(recording.reserved - recording.bytes)
         dropped = any(error.reason == "dropped" for error in recording.lost.values())
         self._count(dropped=int(dropped))
         if result is None:
@@ -419,9 +423,7 @@ class StoreWriter:
             return
         own = recording.sidecars[-1] if self.layout != "sharded" else None
         for sidecar in self._ledger.published(recording.meta, claim, own):
-            removed = remove_replaced(sidecar)
-            with self._lock:
-                self._spent -= removed
+            self._ledger.give_back(remove_replaced(sidecar))
         self._count(
             published=1,
             partial=int(result.status == "partial_error"),
@@ -436,22 +438,19 @@ class StoreWriter:
 
     def _put(self, thread: int, item: QueuedRows) -> StoreError | None:
         """Queue an item within the limits; the error when it is not."""
-        nbytes, recording = item.nbytes, item.recording
+        nbytes, recording, ledger = item.nbytes, item.recording, self._ledger
+        if not ledger.reserve(nbytes):
+            return StoreError(
+                f"{recording.what}: {nbytes} bytes more would exceed max_bytes={ledger.max_bytes}, "
+                f"of which {ledger.num_bytes} are used; raise it, or use another root",
+                "limit",
+            )
         with self._lock:
-            limit = self._options.max_bytes
-            # The end of a record has no bytes, and comes through also where more are used already.
-            if limit is not None and nbytes and self._spent + nbytes > limit:
-                return StoreError(
-                    f"{recording.what}: {nbytes} bytes more would exceed max_bytes={limit}, of "
-                    f"which {self._spent} are used; raise it, or use another root",
-                    "limit",
-                )
-            self._spent += nbytes
             recording.reserved += nbytes
         error = self._intake.put(thread, item)
         if error is not None:
+            ledger.give_back(nbytes)
             with self._lock:
-                self._spent -= nbytes
                 recording.reserved -= nbytes
         return error
 

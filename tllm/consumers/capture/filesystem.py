@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -40,6 +40,7 @@ from tllm.stores import (
     WriterOptions,
 )
 from tllm.stores.format import checked_text, root_path
+from tllm.stores.ledger import Ledger
 from tllm.stores.record import require_json
 
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
@@ -96,7 +97,8 @@ class FilesystemConsumer(Capturing):
         tag: of requests that give none.
         layout: `sharded`, `packed` or `per_file`, unless the request says.
         durability, threads, on_collision, max_bytes, shard_bytes, publish_interval: see
-            `tllm.stores.StoreWriter`.
+            `tllm.stores.WriterOptions`. `on_collision` and `max_bytes` are for the records of a
+            worker in all layouts together.
         overflow: what happens when the disk is slower than the captures and `queue_mib` of rows
             wait for it: `block` makes the engine wait, `drop` gives rows up, `spill` keeps up to
             `spill_mib` in a file in `spill_folder`. What is given up is counted, and the results
@@ -195,6 +197,11 @@ class FilesystemConsumer(Capturing):
         engine's captures of this name are."""
         super().start(ctx)
         self._writers: dict[str, StoreWriter] = {}
+        self._ledger = Ledger(
+            self._writing["on_collision"],
+            self._writing["max_bytes"],
+            map(self._writer_id, get_args(Layout)),
+        )
         # Of long prompts: the record that is being written, or why it cannot be.
         self._begun: dict[tuple[str, int], RecordStream | Exception] = {}
         self._expedited_until = 0.0
@@ -212,7 +219,8 @@ class FilesystemConsumer(Capturing):
                 writer = StoreWriter(
                     self._root,
                     layout=layout,  # type: ignore[arg-type]
-                    writer_id=f"{self._model.worker}-{self.consumer_id}-{layout}",
+                    writer_id=self._writer_id(layout),
+                    ledger=self._ledger,
                     **self._writing,
                 )
             except WriterInUseError as error:
@@ -227,6 +235,9 @@ class FilesystemConsumer(Capturing):
                 raise ValueError(error.strerror or str(error)) from error  # it names the root
             self._writers[layout] = writer
         return writer
+
+    def _writer_id(self, layout: str) -> str:
+        return f"{self._model.worker}-{self.consumer_id}-{layout}"
 
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Send rows to the host, within the limit of what may wait there for the disk."""
