@@ -266,6 +266,27 @@ def test_a_name_that_is_taken_is_an_error_of_the_result(llm, tmp_path):
     assert "same" in next(r.error for r in results if r.error)
 
 
+def test_an_incomplete_record_is_captured_anew_where_whole_ones_are_skipped(llm, tmp_path):
+    llm.register_consumer(FilesystemConsumer(tmp_path, on_collision="skip"))
+    [prompt] = prompts_of([9])
+    engine = llm.llm_engine
+    asked = greedy(8, capture=filesystem(request_id="r"))
+    engine.add_request("gone", {"prompt_token_ids": prompt}, asked)
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["gone"])
+    generate(llm, prompts_of([5]), greedy(2))  # the workers hear of it
+    llm.synchronize()
+    assert tllm.stores.open(tmp_path).record("r").status == "partial_error"
+    for skipped in (False, True):
+        [output] = generate(llm, [prompt], asked)
+        result = output.capture_results["filesystem"]
+        assert (result.status, result.payload.skipped) == ("ok", skipped)
+        record = tllm.stores.open(tmp_path).record("r")
+        assert (record.status, record.generation) == ("ok", 2)
+        assert record.num_tokens == 9 + 8
+
+
 @pytest.mark.parametrize("policy", ["error", "skip", "overwrite", "suffix"])
 def test_a_name_is_taken_in_all_layouts(llm, tmp_path, policy):
     for start in (0, 2):  # and it is when the store is opened again

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +132,102 @@ def test_skipping_for_one_that_then_fails_is_an_error(tmp_path: Path) -> None:
         stream.abort()
         with pytest.raises(StoreError, match="skipped for one of the same name that then failed"):
             skipped.result(60)
+
+
+def incomplete(rows: int = 1) -> Record:
+    """The same identity as `record_of("r")`."""
+    record = record_of("r", rows=rows)
+    lost = {"status": "partial_error", "error": "the disk was full"}
+    return Record(replace(record.meta, record_id="", **lost), record.arrays)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same writer", "later"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_incomplete_record_is_not_skipped_for(tmp_path: Path, layout, again: bool) -> None:
+    given = [incomplete(2), incomplete(1), record_of("r"), changed("r")]
+    writer = StoreWriter(tmp_path, layout=layout, on_collision="skip")
+    for number, record in enumerate(given):
+        result = writer.submit(record)
+        writer.flush()
+        statuses = ["partial_error", "partial_error", "ok", "skipped"]
+        assert result.result(0).status == statuses[number]
+        store = stores.open(tmp_path)
+        if number < 2:  # it does not hide another one that is not whole either
+            assert {each.generation for each in store} == set(range(1, number + 2))
+        else:
+            assert (store.record("r").status, store.record("r").generation) == ("ok", 3)
+            assert_same(store.record("r"), record_of("r"))
+        if again:
+            writer.close()
+            writer = StoreWriter(tmp_path, layout=layout, on_collision="skip")
+    assert result.result(0).record_id == given[2].meta.record_id
+    assert again or (writer.stats().skipped, writer.stats().partial) == (1, 2)
+    writer.close()
+    assert_whole(stores.open(tmp_path))
+
+
+@pytest.mark.parametrize("policy, skipped", [("suffix", True), ("overwrite", False)])
+def test_a_whole_record_is_skipped_for_unless_an_incomplete_one_hides_it(
+    tmp_path: Path, policy: str, skipped: bool
+) -> None:
+    whole = record_of("r")
+    with StoreWriter(tmp_path, on_collision=policy) as writer:
+        writer.submit(whole)
+        writer.submit(incomplete())
+    with StoreWriter(tmp_path, on_collision="skip") as writer:
+        future = writer.submit(changed("r"))
+        writer.flush()
+        assert future.result(0).status == ("skipped" if skipped else "ok")
+        assert not skipped or future.result(0).record_id == whole.meta.record_id
+    records = stores.open(tmp_path).filter(status="ok")
+    assert_same(records.record("r"), whole if skipped else changed("r"))
+
+
+def test_skipping_for_one_that_is_then_incomplete_is_an_error(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, on_collision="skip") as writer:
+        stream = writer.begin(RecordMeta("r"))
+        skipped = writer.submit(record_of("r"))
+        stream.finish("partial_error", "the request was aborted")
+        writer.flush()
+        with pytest.raises(
+            StoreError, match="one of the same name that then was incomplete: the r"
+        ):
+            skipped.result(0)
+        future = writer.submit(changed("r"))
+        writer.flush()
+        assert future.result(0).status == "ok"
+    assert_same(stores.open(tmp_path).record("r"), changed("r"))
+
+
+def test_stages_skip_for_the_same_records(tmp_path: Path) -> None:
+    """A stage does not know, before the store is opened again, what the others lost."""
+
+    def write(record_id: str, error: str = "") -> list[Published | BaseException]:
+        futures = []
+        for stage, writer in enumerate(writers):
+            lost = {"status": "partial_error", "error": error} if error and stage else {}
+            meta = RecordMeta("r", record_id=record_id, stage=stage, num_stages=2, **lost)
+            rows = Rows(rows_of(record_id, 2, 8), [0, 1])
+            futures.append(writer.submit(Record(meta, {("post_block", stage): rows})))
+            writer.flush()
+        return [future.exception(0) or future.result(0) for future in futures]
+
+    for run in range(3):
+        with ExitStack() as ends:
+            writers = [
+                ends.enter_context(StoreWriter(tmp_path, writer_id=f"{n}", on_collision="skip"))
+                for n in range(2)
+            ]
+            first, second = write(f"first of run {run}", "the disk was full" if not run else "")
+            if run == 0:
+                assert [first.status, second.status] == ["ok", "partial_error"]
+                first, second = write("second")
+                assert first.status == "skipped" and isinstance(second, StoreError)
+            else:
+                assert [first.status, second.status] == [["ok", "skipped"][run - 1]] * 2
+    [record] = stores.open(tmp_path)
+    assert (record.record_id, record.status) == ("first of run 1", "ok")
+    assert_whole(stores.open(tmp_path))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -172,12 +172,13 @@ class Catalog:
         return lines
 
     def ended(self) -> list[dict[str, Any]]:
-        """Of each record's end that is published, and not void, the columns that a writer needs."""
-        ended = self.lines.filter(
-            pc.and_(self.lines["last"], pc.not_equal(self.lines["status"], "aborted"))
-        )
+        """Of each record's end that is published, and not void, the columns that a writer needs,
+        and its number among the lines as `line`."""
         names = ["tag", "request_id", "sample_index", "stage", "record_id", "generation"]
-        rows: list[dict[str, Any]] = ended.select([*names, "sidecar", "layout"]).to_pylist()
+        lines = self.lines.select([*names, "sidecar", "layout"])
+        lines = lines.append_column("line", pa.array(np.arange(len(lines))))
+        is_end = pc.and_(self.lines["last"], pc.not_equal(self.lines["status"], "aborted"))
+        rows: list[dict[str, Any]] = lines.filter(is_end).to_pylist()
         return rows
 
     def record_ids(self) -> set[tuple[str, int]]:
@@ -387,7 +388,7 @@ class RecordTable:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         lines = catalog.lines
-        group = _records_of(lines)
+        group = self._records = _records_of(lines)
         self._stage: IntArray = lines["stage"].to_numpy().astype(np.int64)
         self._part: IntArray = lines["part"].to_numpy().astype(np.int64)
         self._last = lines["last"].to_numpy()
@@ -444,6 +445,12 @@ class RecordTable:
         )
         keys = [(names[n // wide], None if n % wide == 0 else int(n % wide) - 1) for n in numbers]
         return keys, codes.astype(np.int64)
+
+    @property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """`[lines]`, whether each is of a record that readers see whole."""
+        found: npt.NDArray[np.bool_] = (self.status == STATUSES.index("ok"))[self._records]
+        return found
 
     def column(self, name: str) -> list[Any]:
         return self.heads[name].to_pylist()

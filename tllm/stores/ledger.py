@@ -9,14 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tllm.stores.catalog import Catalog
+from tllm.stores.catalog import Catalog, RecordTable
 from tllm.stores.error import StoreError
 from tllm.stores.format import Identity, WriterPaths, normal_text
-from tllm.stores.record import RecordMeta
+from tllm.stores.record import RecordMeta, RecordStatus
 from tllm.stores.recording import Published
 
 OnCollision = Literal["error", "overwrite", "suffix", "skip"]
 """See `WriterOptions`."""
+
+REPLACES: dict[OnCollision, tuple[RecordStatus, ...]] = {
+    "error": (),
+    "overwrite": ("ok", "partial_error"),
+    "suffix": (),
+    "skip": ("ok",),
+}
+"""The statuses with which a record takes the place of those that were there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,7 @@ class Claim:
     Attributes:
         generation: which record of its identity it is, from 1.
         sidecar: of a record in files of its own that this writer may remove.
+        whole: it is there, readers see it, and nothing of it is missing; found out for `skip` only.
         future: what becomes of it, while it is being written.
         before: the newest record until then, while it is being written.
     """
@@ -33,6 +42,7 @@ class Claim:
     record_id: str
     generation: int
     sidecar: Path | None = None
+    whole: bool = False
     future: Future[Published] | None = None
     before: Claim | None = None
 
@@ -60,21 +70,24 @@ class Ledger:
         self._uncounted = frozenset(map(normal_text, writer_ids))
         self._lock = threading.Lock()
         self._newest: dict[Identity, Claim] = {}
+        self._whole: dict[Identity, Claim] = {}
+        """For `skip`: the newest of each identity of which nothing is missing."""
         self._ids: set[tuple[str, int]] = set()
         self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
 
     def read(self, paths: WriterPaths, catalog: Catalog) -> None:
         """Take up what is under the root, for a writer that has its folder from now on."""
-        known = list(_known_records(paths, catalog))
+        skips = self.on_collision == "skip"
+        known = list(_known_records(paths, catalog, RecordTable(catalog) if skips else None))
         with self._lock:
             if self._uncounted:
                 self.num_bytes += catalog.bytes_of(self._uncounted)
                 self._uncounted = frozenset()
             self._ids |= catalog.record_ids()
             for identity, claim in known:
-                newest = self._newest.get(identity)
-                if newest is None or newest.generation < claim.generation:
-                    self._newest[identity] = claim
+                _keep_newest(self._newest, identity, claim)
+                if claim.whole:
+                    _keep_newest(self._whole, identity, claim)
                 if claim.sidecar is not None and self.on_collision == "overwrite":
                     replaceable = self._replaceable.setdefault(identity, [])
                     replaceable.append((claim.generation, claim.sidecar))
@@ -108,8 +121,10 @@ class Ledger:
                     "capture an id of its own, or none"
                 )
             before = self._newest.get(meta.identity)
-            if before is not None and self.on_collision == "skip":
-                return before
+            if self.on_collision == "skip":
+                on_its_way = before if before is not None and before.future is not None else None
+                if there := self._whole.get(meta.identity, on_its_way):
+                    return there
             if before is not None and self.on_collision == "error":
                 raise StoreError(
                     f"record {meta.request_id!r} sample {meta.sample_index} of tag {meta.tag!r} "
@@ -123,15 +138,24 @@ class Ledger:
             self._newest[meta.identity] = claim
             return claim
 
-    def published(self, meta: RecordMeta, claim: Claim, sidecar: Path | None) -> list[Path]:
+    def published(
+        self, meta: RecordMeta, claim: Claim, sidecar: Path | None, whole: bool
+    ) -> list[Path]:
         """A claimed record is on disk; the sidecars of records that may be removed now.
 
         Args:
             sidecar: when the record has files of its own.
+            whole: nothing of it is missing, in this stage.
         """
         with self._lock:
-            if self._newest[meta.identity] is claim:
-                self._newest[meta.identity] = Claim(meta.record_id, claim.generation, sidecar)
+            done = Claim(meta.record_id, claim.generation, sidecar, whole)
+            skips = self.on_collision == "skip"
+            if skips and whole:
+                self._whole[meta.identity] = done
+            # Other stages, which may have lost nothing, skip for this record: so must this one.
+            stays = skips and not whole and meta.num_stages > 1
+            if self._newest[meta.identity] is claim and not stays:
+                self._newest[meta.identity] = done
             # The files of several stages cannot be removed in one go: they stay.
             if self.on_collision != "overwrite" or meta.num_stages > 1:
                 return []
@@ -154,10 +178,21 @@ class Ledger:
                 self._newest[meta.identity] = claim.before
 
 
-def _known_records(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
+def _keep_newest(claims: dict[Identity, Claim], identity: Identity, claim: Claim) -> None:
+    newest = claims.get(identity)
+    if newest is None or newest.generation < claim.generation:
+        claims[identity] = claim
+
+
+def _known_records(
+    paths: WriterPaths, catalog: Catalog, table: RecordTable | None
+) -> Iterator[tuple[Identity, Claim]]:
+    """What is under the root; which of it is whole, when there is a table of it."""
     prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
+    whole = None if table is None else table.whole
     for row in catalog.ended():
         own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"
         sidecar = paths.root / row["sidecar"] if own else None
         identity = row["tag"], row["request_id"], row["sample_index"], row["stage"]
-        yield identity, Claim(row["record_id"], row["generation"], sidecar)
+        is_whole = whole is not None and bool(whole[row["line"]])
+        yield identity, Claim(row["record_id"], row["generation"], sidecar, is_whole)

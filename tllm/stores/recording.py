@@ -42,7 +42,7 @@ class Published:
 
     Attributes:
         status: `ok`, `partial_error` (on disk, but rows are missing), or `skipped` (it was there
-            already and `on_collision="skip"`).
+            already, whole, and `on_collision="skip"`).
         error: what is missing and why; empty unless partial.
         paths: its payload files, then its sidecars. A shard holds other records too.
         rows: of all arrays together.
@@ -63,7 +63,8 @@ class Recording:
 
     Attributes:
         generation: which record of its identity this is, from 1.
-        replaces: readers must not see those of lower generations any more.
+        replaces: with which of these statuses at its end readers must not see those of lower
+            generations any more.
         on_resolved: called once, with the result or None for a failure, before the future.
         future: resolved with what became of it.
         part: number of the next part to be published.
@@ -76,7 +77,7 @@ class Recording:
 
     meta: RecordMeta
     generation: int
-    replaces: bool
+    replaces: Sequence[RecordStatus]
     layout: Layout
     writer: str
     on_resolved: Callable[[Recording, Published | None], None]
@@ -144,7 +145,7 @@ class Recording:
         return SidecarLine(
             **given,
             generation=self.generation,
-            replaces=self.replaces,
+            replaces=meta.status in self.replaces,
             part=self.part,
             last=self.ended,
             layout=self.layout,

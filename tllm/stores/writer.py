@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.error import StoreError
 from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
-from tllm.stores.ledger import Claim, Ledger, OnCollision
+from tllm.stores.ledger import REPLACES, Claim, Ledger, OnCollision
 from tllm.stores.publish import (
     Publisher,
     Publishing,
@@ -50,8 +50,11 @@ class WriterOptions:
         durability: `rename` survives the death of the process; `fsync` also that of the machine.
         threads: of this writer.
         on_collision: when a record of the same tag, request id and sample exists: `error` refuses
-            the new one, `skip` leaves it out without an error, `overwrite` replaces the old one,
-            `suffix` keeps both.
+            the new one, `overwrite` replaces the old one, `suffix` keeps both. `skip` leaves the
+            new one out without an error when the old one is whole. When that is incomplete
+            (`partial_error`), the new one is written, and hides it from readers once it is whole
+            itself. A record that several pipeline stages write is written anew only after the
+            store was opened again: before, a stage does not know what the others lost.
         max_bytes: of rows and positions that this writer may leave under the root, those of its
             earlier runs included; None for no limit. Records that would exceed it are refused, and
             streams lose the rows beyond it.
@@ -383,7 +386,7 @@ class StoreWriter:
         recording = Recording(
             meta,
             claim.generation,
-            self._ledger.on_collision == "overwrite",
+            REPLACES[self._ledger.on_collision],
             self.layout,
             self.paths.writer_id,
             lambda recording, result: self._resolved(recording, claim, result),
@@ -395,11 +398,12 @@ class StoreWriter:
         """Resolve the future of a record that is there already, or on its way."""
 
         def resolve(other: Future[Published] | None) -> None:
-            if other is not None and other.exception() is not None:
+            if other is not None and (why := _shortcoming(other)):
                 self._count(failed=1)
                 error = StoreError(
                     f"record {meta.request_id!r} was skipped for one of the same name that then "
-                    f"failed: {other.exception()}",
+                    f"{why}; give it again"
+                    + (" after the store was opened anew" if meta.num_stages > 1 else ""),
                     "collision",
                 )
                 future.set_exception(error)
@@ -422,11 +426,12 @@ class StoreWriter:
             self._count(failed=1)
             return
         own = recording.sidecars[-1] if self.layout != "sharded" else None
-        for sidecar in self._ledger.published(recording.meta, claim, own):
+        whole = result.status == "ok"
+        for sidecar in self._ledger.published(recording.meta, claim, own, whole):
             self._ledger.give_back(remove_replaced(sidecar))
         self._count(
             published=1,
-            partial=int(result.status == "partial_error"),
+            partial=int(not whole),
             rows=result.rows,
             bytes=result.bytes,
         )
@@ -491,6 +496,14 @@ class StoreWriter:
                 "open another one, under a writer_id of its own",
                 "closed",
             )
+
+
+def _shortcoming(other: Future[Published]) -> str:
+    """Why a record that is done does not stand for another of its name; empty when it does."""
+    if failure := other.exception():
+        return f"failed: {failure}"
+    error = other.result().error
+    return f"was incomplete: {error}" if error else ""
 
 
 def _wait(barriers: Sequence[Barrier], timeout: float | None) -> None:

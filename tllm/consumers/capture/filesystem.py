@@ -55,7 +55,7 @@ class StoredCapture(Payload):
         record_id, request_id, tag: what it is called there.
         paths: its files; a shard holds other records too.
         rows, bytes: of all hook points together.
-        skipped: a record of this name was there already, and the store keeps the old one.
+        skipped: a whole record of this name was there already, and the store keeps that one.
     """
 
     root: str
