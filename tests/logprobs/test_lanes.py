@@ -125,6 +125,48 @@ def test_a_fork_and_its_parent_go_separate_ways(lm):
     assert again[2].token_ids.tolist() == found[0].topk(2).indices.tolist()
 
 
+def test_a_fork_whose_parent_goes_on_at_once_is_not_given_the_parents_tokens(lm, monkeypatch):
+    """On the engine's own loop, where a batch that is full is served before what was posted."""
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(lm._mailbox._collector(loop), "_batch_size", 3)
+        lanes = [lm.open([10 + i, 20, 30, 40]) for i in range(3)]
+        await lm.batch_next(lanes)
+        children = []
+
+        async def forked(lane):
+            children.append(lane.fork())
+            lane.feed(50)
+            await lane.next()
+
+        await gathered(map(forked, lanes))
+        for child in children:
+            child.feed(60, 70)
+        found = [await child.next() for child in children]
+        tokens = [child.tokens for child in children]
+        await gathered(lane.close() for lane in [*lanes, *children])
+        return found, tokens
+
+    found, tokens = lm.run(run())
+    assert agrees(torch.stack(found), lm.batch_next_token_logprobs_sync(tokens))
+
+
+def test_what_is_closed_directly_after_a_fork_keeps_and_takes_nothing_of_the_others(lm):
+    async def run():
+        root = lm.open([90, 91, 92])
+        await root.next()
+        child = root.fork()
+        await root.close()
+        kept = [lm.stats()["kept"]]
+        await child.fork().close()
+        kept.append(lm.stats()["kept"])
+        await child.close()
+        return [*kept, lm.stats()["kept"]]
+
+    assert lm.run(run()) == [1, 1, 0]
+
+
 def test_a_drawn_token_that_was_dropped_is_in_no_cached_block(lm, reference):
     """vLLM draws a token at the end of each turn: here, the one that would fill a block of 32."""
 

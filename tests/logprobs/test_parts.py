@@ -20,7 +20,7 @@ from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger, Capacity
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
 from tllm.logprobs.arena import Addresses, Arena
-from tllm.logprobs.kept import KeptRequest
+from tllm.logprobs.kept import Holder, KeptRequest
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
 from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
 from tllm.ports import PortBundle, RequestInfo, RowMeta
@@ -254,6 +254,22 @@ def test_a_lane_for_which_there_is_no_other_address_keeps_its_own(monkeypatch):
     assert len(free) == len(set(free))
     arena.close()
     addresses.close()
+
+
+def test_a_fork_shares_only_what_its_tokens_begin_with():
+    """Whoever forks on another thread may be heard after the parent's next step, or after what was
+    done with the fork."""
+    request = KeptRequest(None, None, ())
+    parent, closed, begun = Holder(), Holder(), Holder()
+    own, late, child = KeptRequest(None, None, ()), Holder(), Holder()
+    parent.hold(request)
+    closed.closed = True
+    begun.hold(own)
+    for tokens, holder in ((5, closed), (5, begun), (4, late), (5, child)):
+        request.asked = 5
+        parent.share(holder, tokens)
+    assert (closed.request, begun.request, late.request) == (None, own, None)
+    assert child.request is request and request.holders == {parent, child}
 
 
 def test_whoever_finds_no_free_row_waits_for_one():

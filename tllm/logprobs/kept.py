@@ -31,6 +31,7 @@ class KeptRequest:
 
     Attributes:
         tokens: how many it has.
+        asked: how many it has when all turns that were begun have ended.
         open: whether it takes turns.
         version: of what answers depend on (`Versions`), when it began.
         holders: the lanes that are at its last token.
@@ -44,6 +45,7 @@ class KeptRequest:
 
     def __init__(self, engine: AsyncLLM, held: HeldBlocks, version: Hashable) -> None:
         self.tokens = 0
+        self.asked = 0
         self.open = True
         self.held = held
         self.version = version
@@ -230,6 +232,19 @@ class Holder:
         self.request = request
         request.holders.add(self)
 
+    def share(self, fork: Holder, tokens: int) -> None:
+        """A fork of the lane is at this request's last token, too; whoever asks first goes on with
+        it. Not a fork that went its own way before this was heard, nor one of fewer tokens: those
+        that were asked for meanwhile are not the fork's.
+
+        Args:
+            tokens: how many the lane had when it was forked.
+        """
+        request = self.request
+        if request is None or request.asked > tokens or fork.closed or fork.request is not None:
+            return
+        fork.hold(request)
+
     def take_over(self, request: KeptRequest) -> None:
         """The request goes on as this lane's; others that hold it go other ways."""
         if len(request.holders) > 1:
@@ -298,6 +313,7 @@ class Admission:
         """A kept request has something to compute. Others may have to go for it: `make_room`."""
         self._idle.pop(request, None)
         request.turns += 1
+        request.asked = num_tokens
         self._active += 1
         self._ledger.grow(request.held, num_tokens)
 

@@ -113,7 +113,7 @@ class Lane:
         query = Query.of(tokens, of.form, of.lora, of.interventions)
         child = Lane(self._loop, self._mailbox, self._service, query)
         if not query.interventions.results:  # else the kept request's rows are its own
-            self._loop.post(self._service.fork, self._holder, child._holder)
+            self._loop.tell(self._holder.share, child._holder, len(tokens))
         return child
 
     async def close(self) -> list[Any]:

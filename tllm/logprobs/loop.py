@@ -105,6 +105,15 @@ class EngineLoop:
         else:
             self.loop.call_soon_threadsafe(function, *args)
 
+    def tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function there, before what is asked after it: on that loop at once, as what is
+        asked there may be served at once, too; anywhere else soon, in the order told and posted."""
+        if not self.inside:
+            self.post(function, *args)
+            return
+        self.check_open()
+        function(*args)
+
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine that nobody waits for; called there."""
         task = self.loop.create_task(work)

@@ -326,11 +326,6 @@ class Service:
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    def fork(self, parent: Holder, child: Holder) -> None:
-        """Both are at the same token; whoever asks first goes on with the kept request."""
-        if parent.request is not None:
-            child.hold(parent.request)
-
     async def close(self, holder: Holder) -> list[Any]:
         """A lane is done. Returns the outputs of its requests, if consumers speak of them."""
         request = holder.request
