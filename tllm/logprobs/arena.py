@@ -10,6 +10,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, FILE_BITS, HEADER
-from tllm.logprobs.query import Answer, AnswerRows, Form
+from tllm.logprobs.query import Answer, AnswerRows, Form, SharedRow
 from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, SharedRows, room
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,9 @@ class Arena:
         if written[row] != ticket:
             self.release(place)
             raise RuntimeError(NOTHING_SENT)
-        return self._taken(range(place, place + 1), *counts[row].tolist())[0]
+        found = self._taken(range(place, place + 1), *counts[row].tolist())[0]
+        lent = SharedRow(self.paths[number], row) if place in self._lent else None
+        return replace(found, row=lent)
 
     def read_rows(self, places: range, tickets: range) -> AnswerRows | None:
         """What was written to rows of one form that follow each other; they are given back in time,

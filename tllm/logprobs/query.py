@@ -321,6 +321,18 @@ class Query:
         return adapter, self.interventions.key, self.form, self.tokens
 
 
+class SharedRow(NamedTuple):
+    """A row of `SharedRows` that is one answer's.
+
+    Attributes:
+        path: of the file, which no other has or had.
+        number: of the row in it.
+    """
+
+    path: str
+    number: int
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """What came back.
@@ -329,11 +341,13 @@ class Answer:
         values: float32 `[vocab]`, `[k]` or `[len(only)]`.
         token_ids: int32 `[k]` for `top_k`.
         output: vLLM's output of the request, with consumers' results and captured rows.
+        row: where the values arrived; None where they were copied from there at once.
     """
 
     values: torch.Tensor
     token_ids: torch.Tensor | None = None
     output: Any = None
+    row: SharedRow | None = None
 
     def copy(self) -> Answer:
         """One that shares no memory with this one."""
@@ -376,12 +390,12 @@ class AnswerRows(Sequence[Answer]):
 
 
 def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
-    """One result of answers of one form: values `[batch, ...]`. Those that lie in memory one after
-    the other, as answers do that arrived together, stay where they are."""
+    """One result of answers of one form: values `[batch, ...]`. Those that lie in shared rows which
+    follow each other, as answers do that arrived together, stay where they are."""
     if isinstance(answers, AnswerRows):
         return answers.result
     rows = [answer.values for answer in answers]
-    values = rows[0][None] if len(rows) == 1 else _in_place(rows)
+    values = rows[0][None] if len(rows) == 1 else _in_place(answers)
     if values is None:
         # Not torch.stack, whose threads would spin on every core, beside the engine, after it.
         values = torch.from_numpy(np.stack([row.numpy() for row in rows]))
@@ -389,22 +403,26 @@ def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
     return TopLogprobs(values, torch.stack(ids)) if ids else values
 
 
-def _in_place(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Two rows or more of equal distance as one tensor that holds them; None for others."""
-    starts = np.array([row.data_ptr() for row in rows])
-    distances = np.diff(starts)
-    step = int(distances[0])
-    if step < rows[0].nbytes or step % rows[0].itemsize or (distances != step).any():
+def _in_place(answers: Sequence[Answer]) -> torch.Tensor | None:
+    """Two answers or more in rows that follow each other, as one tensor that holds them; None for
+    others. What lies between those is not theirs, and whoever copies or saves a tensor may read all
+    from its first value to its last."""
+    first = answers[0].row
+    if first is None or any(
+        answer.row != first._replace(number=first.number + i) for i, answer in enumerate(answers)
+    ):
         return None
-    return torch.from_numpy(np.asarray(_Rows(rows, step)))
+    return torch.from_numpy(np.asarray(_Rows([answer.values for answer in answers])))
 
 
 class _Rows:
-    """What NumPy makes an array of, without a copy, that keeps each of the rows."""
+    """What NumPy makes an array of, without a copy, that keeps each of the rows; they follow each
+    other."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], step: int) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         self._rows = rows
         first = rows[0].numpy()
+        step = rows[1].data_ptr() - rows[0].data_ptr()
         self.__array_interface__ = {
             "version": 3,
             "data": (first.ctypes.data, False),
