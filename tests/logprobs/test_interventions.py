@@ -353,6 +353,34 @@ def test_a_consumer_that_writes_is_never_answered_from_the_cache(lm, reference):
     assert plain.shape == (VOCAB,)
 
 
+class Pusher(Consumer):
+    """May steer what follows in every request."""
+
+    consumer_id = "pusher"
+
+    def flows(self):
+        read = ResidualStream.read(layer=1, role="h", phase="prefill")
+        return [ConsumerFlow(reads=[read], writes=[Actions.write("steer")], window="next_step")]
+
+    def decide(self, rows, ctx):
+        return ()
+
+
+def test_what_a_controller_may_have_steered_is_not_remembered(lm):
+    """It steers the later chunks of a prompt, and answers were given out when it was gone."""
+    plain = lm.next_token_logprobs_sync(PROMPT)
+    lm.run(lm.engine.register_consumer(Pusher()))
+    try:
+        before = lm.stats()["computed"]
+        for _ in range(2):
+            lm.next_token_logprobs_sync(PROMPT)
+        assert lm.stats()["computed"] - before == 2
+    finally:
+        lm.run(lm.engine.unregister_consumer("pusher"))
+    assert torch.equal(lm.next_token_logprobs_sync(PROMPT), plain)
+    assert lm.stats()["computed"] - before == 2
+
+
 def test_lanes_hear_of_a_consumer_that_writes_as_queries_do(lm, reference):
     """Also those that were open before, whether they have kept their place or not."""
 

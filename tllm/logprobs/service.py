@@ -69,7 +69,8 @@ class _Flight:
 
 class Versions:
     """What answers depend on beside what is asked: steering, weights, and consumers that write to
-    the rows of every request. Those of one version may be kept, and its lanes go on."""
+    the rows of every request, or steer it. Those of one version may be kept, and its lanes go
+    on."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -90,8 +91,12 @@ class Versions:
 
 
 def writes(consumer: Consumer) -> bool:
-    """Whether a consumer may change rows, in ways that are not known."""
-    return any(w.port == "residual_stream" for flow in consumer.flows() for w in flow.writes)
+    """Whether a consumer may change rows, in ways that are not known: by itself, or since it
+    decides that requests are steered."""
+    return any(
+        "steer" in flow.actions or any(write.port == "residual_stream" for write in flow.writes)
+        for flow in consumer.flows()
+    )
 
 
 def _are_same(left: Sequence[Consumer], right: Sequence[Consumer]) -> bool:
