@@ -29,6 +29,7 @@ from logprobs.asking import (
     vllm_logprobs,
 )
 from logprobs.steering import HIDDEN
+from tllm.consumers.next_token import NextTokenConsumer
 from tllm.logprobs import TopLogprobs
 
 
@@ -437,6 +438,44 @@ def test_a_query_that_is_given_up_at_once_frees_its_row_in_time(lm, at_once):
 
     found = torch.stack(asyncio.run(run()))
     assert agrees(found, lm.batch_next_token_logprobs_sync([[8, i, 0] for i in range(20)]))
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another", "the same"])
+def test_a_model_goes_on_when_its_consumer_is_registered_anew(lm, same):
+    """Its copies in the workers are new, and cannot open files whose names are gone. With queries
+    under way, which may take the lanes' places, and without any."""
+    consumer = lm.engine.consumers["next_token"] if same else NextTokenConsumer()
+
+    async def anew(queries, asked_between):
+        under_way = [asyncio.ensure_future(lm.next_token_logprobs(each)) for each in queries]
+        await asyncio.sleep(0)
+        await lm.engine.unregister_consumer("next_token")
+        between = [asyncio.ensure_future(lm.next_token_logprobs(each)) for each in asked_between]
+        await asyncio.gather(*between, return_exceptions=True)
+        await lm.engine.register_consumer(consumer)
+        return await asyncio.gather(*under_way, *between, return_exceptions=True)
+
+    async def run():
+        lanes = [lm.open(tokens) for tokens in prompts(2, seed=81)]
+        await lm.batch_next(lanes)
+        steps, ended = [], []
+        for queries, between in (([], []), (prompts(20, seed=82), []), ([], [[6, 7]])):
+            ended += await asyncio.wait_for(anew(queries, between), 60)
+            for lane in lanes:
+                lane.feed(9)
+            found = await asyncio.wait_for(lm.batch_next(lanes), 60)
+            steps.append((found, [lane.tokens for lane in lanes]))
+        await gathered(lane.close() for lane in lanes)
+        return steps, ended
+
+    steps, ended = lm.run(run())
+    asked = prompts(2, seed=83)
+    for found, of in (*steps, (lm.batch_next_token_logprobs_sync(asked), asked)):
+        assert agrees(found, torch.stack([vllm_logprobs(lm, list(each)) for each in of]))
+    assert isinstance(ended[-1], Exception)
+    for error in (each for each in ended if not isinstance(each, torch.Tensor)):
+        with pytest.raises((RuntimeError, ValueError), match="registered"):
+            raise error
 
 
 def test_reset_cancels_the_queries_that_wait(lm):

@@ -319,6 +319,11 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         registered = self._tllm.registered
         return registered.is_current and not registered.composer.concerns(None)
 
+    def registration_of(self, consumer_id: str) -> str:
+        """Tells one registration of a consumer from others of its id, whose copies in the workers
+        are others; empty where there was none yet."""
+        return self._tllm.registered.ids.get(consumer_id, "")
+
     def steers_from_end(self, asked: Asked) -> bool:
         """Whether tokens are steered that count from the end of the prompt, by what a request asks
         or by what is global.

@@ -222,11 +222,13 @@ class Arena:
             self._waiting[0].get_loop().call_soon_threadsafe(self._collect)
 
     def close(self) -> None:
-        """Remove the files; results keep what they refer to."""
+        """Remove the files; results keep what they refer to, and whoever waits for a row is told
+        that nothing comes."""
         for file in self._files:
             file.rows.unlink()
         for waiter in self._waiting:
-            waiter.cancel()
+            if not waiter.done():
+                waiter.set_exception(RuntimeError(NOTHING_SENT))
 
     def _collect(self) -> None:
         """Take back the rows of results that nobody refers to any more."""

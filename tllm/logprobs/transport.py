@@ -71,7 +71,8 @@ class Transport:
 
     Attributes:
         is_shared: whether results come through shared memory.
-        addresses: of those of requests that are asked again and again.
+        addresses: of those of requests that are asked again and again; they belong to the arenas
+            that there are.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Transport:
         self.is_shared = kind == "shared"
         self.addresses = Addresses()
         self._engine = engine
+        self._registration = engine.registration_of(CONSUMER)
         self._vocab_size = engine.model_config.get_vocab_size()
         self._shared_bytes = shared_bytes
         self._spawn = spawn
@@ -114,12 +116,21 @@ class Transport:
 
     def arena(self, form: Form) -> Arena:
         """Shared rows that are wide enough for a result."""
+        if (registration := self._engine.registration_of(CONSUMER)) != self._registration:
+            self._registration = registration
+            self._begin_anew()
         numbers = self._vocab_size
         if form is not WHOLE:  # few widths: powers of two
             numbers = 1 << max(6, (form.numbers(numbers) - 1).bit_length())
         if numbers not in self._arenas:
             self._arenas[numbers] = Arena(numbers, self._shared_bytes)
         return self._arenas[numbers]
+
+    def _begin_anew(self) -> None:
+        """The consumer was registered again: its copies in the workers do not know the files, whose
+        names are gone. What is on its way hears of it where it would have arrived."""
+        self.close()
+        self.addresses, self._arenas = Addresses(), {}
 
     def give_up(self, ticket: int, leased: tuple[Arena, int] | None) -> None:
         """Forget a result; its row is used again once no worker can write to it any more."""
