@@ -219,6 +219,7 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         ),
         (lambda lm: lm.batch_next_token_logprobs_sync(5), "the prompts are int; give a list"),
         (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5 is not a whole number"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, seed=-1)), "seed=-1 is vLLM's word for no seed"),
         (
             lambda lm: asyncio.run(lm.sample([1], 2, temperature="1")),
             "temperature='1' is not a num",

@@ -338,7 +338,7 @@ class AsyncVirtualLM(AsyncLM):
             eos_token_ids: tokens that end it, and are not part of it. Nothing else ends it. By
                 default those with which the model itself ends.
             temperature: 0 for the most probable tokens.
-            seed: for the same tokens again.
+            seed: for the same tokens again; not -1.
             **options: `LaneOptions`.
         """
         max_tokens = whole_number(max_tokens, "max_tokens=", 1)
@@ -352,7 +352,7 @@ class AsyncVirtualLM(AsyncLM):
         fields: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": scalar(temperature, "temperature"),
-            "seed": None if seed is None else whole_number(seed, "seed="),
+            "seed": None if seed is None else _seed(seed),
         }
         if eos_token_ids is not None:
             given = list(eos_token_ids) if isinstance(eos_token_ids, Set) else eos_token_ids
@@ -491,6 +491,16 @@ def _refuse_forms(options: Mapping[str, Any], instead: str) -> None:
     for name in ("top_k", "only"):
         if options.get(name) is not None:
             raise ValueError(f"{name}= was given; {instead}")
+
+
+def _seed(given: Any) -> int:
+    """A seed that vLLM takes for one."""
+    if (seed := whole_number(given, "seed=")) == -1:
+        raise ValueError(
+            "seed=-1 is vLLM's word for no seed; give another number for the same tokens again, or "
+            "leave it out for others"
+        )
+    return seed
 
 
 def _forget(answer: Answer) -> None:
