@@ -157,6 +157,19 @@ def test_experiments_that_gave_no_number_are_rows_all_the_same(llm, tmp_path):
         sweep.heatmap(tmp_path / "nan.png", pair=0)
 
 
+def test_the_top_rows_are_in_order_whichever_of_them_are_no_numbers():
+    """A comparison with NaN orders nothing, not even the numbers beside it."""
+    nan = np.nan
+    values = {"kl": np.array([[[[0.1, nan, 0.9, 0.2, nan, 0.5]]]], np.float32)}
+    ends = {"kl": np.zeros(1, np.float32)}
+    sweep = Sweep(
+        *(("post_block",), (0,), tuple(range(6)), values, ends, ends, ((7,) * 6,), False, 6),
+        measured=np.ones((1, 1, 1, 6), np.bool_),
+    )
+    assert [row["position"] for row in sweep.top()] == [2, 5, 3, 0, 1, 4]
+    assert [row["position"] for row in sweep.top(5, smallest=True)] == [0, 3, 5, 2, 1]
+
+
 def test_a_source_that_is_dropped_in_the_middle_leaves_no_other_kept(llm):
     clean, corrupt = pairs_of([6, 8, 7], first=3)
 

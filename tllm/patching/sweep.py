@@ -133,9 +133,10 @@ class Sweep:
             smallest: the smallest values instead.
         """
         name = self._known(metric)
-        rows = sorted(self._rows(), key=lambda row: row[name] if smallest else -row[name])
+        rows = self.rows
         # A comparison with NaN orders nothing.
         numbers = [row for row in rows if not np.isnan(row[name])]
+        numbers.sort(key=lambda row: row[name], reverse=not smallest)
         return [*numbers, *(row for row in rows if np.isnan(row[name]))][:n]
 
     def heatmap(
