@@ -479,6 +479,68 @@ def test_a_layer_that_was_saved_as_an_array(tmp_path: Path):
     assert_adds(load(tmp_path / "v.npz"), {3: vector(0)})
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_stands_beside_vectors_by_layer_is_said_of_each(tmp_path: Path, nested: bool):
+    def saved(vectors: dict[Any, Any], **beside: Any) -> SteeringModule:
+        return load(save(tmp_path, {**({"vectors": vectors} if nested else vectors), **beside}))
+
+    t, v = torch.from_numpy(vector(0)), vector(0)
+    module = saved({3: t, "layer_4": t}, hook="mlp_out", scale=4.0, model="x")
+    assert list(module.vectors) == ["mlp_out"] and module.metadata == {"model": "x"}
+    assert_adds(module, {3: 4 * v, 4: 4 * v}, "mlp_out")
+    assert_adds(saved({"layer_3": t}, hook_name="blocks.3.hook_mlp_out"), {3: v}, "mlp_out")
+    assert_adds(saved({3: t}, layer=3, scale=torch.tensor(2.0)), {3: 2 * v})
+    assert_adds(saved({"mlp_out.3": t, 4: t}, hook="mlp_output"), {3: v, 4: v}, "mlp_out")
+    assert_adds(saved({"mlp_out": {3: t}}, scale=-2.0), {3: -2 * v}, "mlp_out")
+    own = {3: {"vector": t, "scale": 0.5}}
+    assert_adds(saved(own, scale=1.0, hook=None, layer=None), {3: v / 2})
+    with pytest.raises(ValueError, match="no vectors for hook='attn_out'"):
+        load(save(tmp_path, {3: t, "hook": "mlp_out"}), hook="attn_out")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("vectors", "beside", "message"),
+    [
+        ({3: 1.0}, {"layer": 7}, "'layer' is 7, beside a vector for layer 3; leave 'layer' out"),
+        ({3: 1.0, 4: 1.0}, {"layer": 3}, "'layer' is 3, beside a vector for layer 4"),
+        ({3: 1.0}, {"layer": "3"}, "'layer' is '3'; it must be a whole number"),
+        ({3: 1.0}, {"hook": "nowhere"}, "unknown hook point 'nowhere'"),
+        ({3: 1.0}, {"hook": "mlp_out", "site": "mlp_out"}, "keep one"),
+        (
+            {4: 1.0},
+            {"hook": "blocks.3.hook_mlp_out"},
+            "layer is 4 and its hook is 'blocks.3.*agree",
+        ),
+        ({"attn_out.3": 1.0}, {"hook": "mlp_out"}, "attn_out of layer 3.*'mlp_out'.*agree"),
+        ({3: 1.0}, {"scale": "big"}, "must be a number"),
+        ({3: 1.0}, {"scale": [1.0, 2.0]}, "must be a number"),
+        ({3: 0.5}, {"scale": 4.0}, "'scale' is 4.0, beside a vector with a scale of 0.5; keep one"),
+    ],
+)
+def test_what_stands_beside_vectors_by_layer_and_does_not_fit_is_refused(
+    tmp_path: Path, nested: bool, vectors: dict[Any, float], beside: dict[str, Any], message: str
+):
+    t = torch.from_numpy(vector(0))
+    entries = {
+        key: t if scale == 1.0 else {"vector": t, "scale": scale} for key, scale in vectors.items()
+    }
+    value = {**({"vectors": entries} if nested else entries), **beside}
+    with pytest.raises(ValueError, match=message):
+        load(save(tmp_path, value))
+
+
+def test_what_stands_beside_a_record_is_said_of_it(tmp_path: Path):
+    t, v = torch.from_numpy(vector(0)), vector(0)
+    inner = {"control_vector": {"vector": t}, "layer": 3, "hook": "mlp_out", "scale": 2.0}
+    assert_adds(load(save(tmp_path, inner)), {3: 2 * v}, "mlp_out")
+    with pytest.raises(ValueError, match="beside its vector it has 'scale', without 'layer'"):
+        load(save(tmp_path, {"control_vector": {"vector": t}, "scale": 2.0}))
+    twice = {"control_vector": {"vector": t, "layer": 3, "scale": 1.0}, "scale": 2.0}
+    with pytest.raises(ValueError, match=r"beside a vector with a scale of 1\.0; keep one"):
+        load(save(tmp_path, twice))
+
+
 class Bomb:
     """Runs code when it is restored."""
 

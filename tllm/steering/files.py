@@ -205,7 +205,8 @@ def _arranged(read: Contents, hook: HookPoint | None, layers: list[int] | None) 
                 f"it has two vectors for {each.place.hook or default} of layer "
                 f"{each.place.layer}; keep one, or add them"
             )
-        entry: VectorEntry = {"vector": each.vector, "scale": each.scale}
+        scale = 1.0 if each.scale is None else each.scale
+        entry: VectorEntry = {"vector": each.vector, "scale": scale}
         entries[each.place.layer] = entry
     return vectors
 

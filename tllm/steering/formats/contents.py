@@ -31,11 +31,11 @@ _HOOK_NAMES = ("hook", "hook_point", "hook_name", "site")
 
 @dataclass(frozen=True)
 class Placed:
-    """A vector whose layer the file names; `hook` is None if it names no hook point."""
+    """A vector whose layer the file names; its hook and its scale are None where it names none."""
 
     place: NamedPlace
     vector: Any
-    scale: float = 1.0
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def from_saved(value: Any) -> Contents:
     - `{HOOK: {LAYER: ...}}`, tLLM's own shape;
     - either of the last two under a name of `STACK_NAMES`.
 
-    Entries that are plain JSON values are metadata. Anything else is a `ValueError`.
+    A "hook" and a "scale" beside vectors by layer are those of every vector that has none of its
+    own; a "layer" there has to be that of all of them. Other entries that are plain JSON values are
+    metadata. Anything else is a `ValueError`.
     """
     if _is_array(value):
         return Contents(stack=_numpy(value))
@@ -75,13 +77,13 @@ def from_saved(value: Any) -> Contents:
     if named:
         return _from_record(value, named[0])
     placed: list[Placed] = []
-    metadata = {}
+    beside = {}
     for key, entry in value.items():
         found = list(_placed(key, entry))
         if found:
             placed += found
-        elif _is_plain(entry):
-            metadata[str(key)] = entry
+        elif _is_plain(_item(entry)):
+            beside[str(key)] = _item(entry)
         else:
             raise ValueError(
                 f"it has the key {key!r}, which says no layer; {GRAMMAR}; and what goes where "
@@ -89,7 +91,7 @@ def from_saved(value: Any) -> Contents:
             )
     if not placed:
         raise ValueError(f"it names no layer; {GRAMMAR}")
-    return Contents(tuple(placed), metadata=metadata)
+    return _told(Contents(tuple(placed)), beside)
 
 
 def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
@@ -103,28 +105,58 @@ def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
             )
     inner = value[name]
     if isinstance(inner, Mapping):
-        contents = from_saved(inner)
-        return Contents(contents.placed, contents.stack, {**rest, **contents.metadata})
+        return _told(from_saved(inner), rest)
     if not _is_array(inner):
         raise ValueError(f"{name!r} is a {type(inner).__name__}; it must be an array")
-    layer = rest.pop("layer", None)
-    scale = rest.pop("scale", 1.0)
+    return _told(Contents(stack=_numpy(inner)), rest)
+
+
+def _told(contents: Contents, beside: Mapping[Any, Any]) -> Contents:
+    """Contents with the layer, hook and scale that stand beside them; the rest is metadata."""
+    rest = dict(beside)
+    layer, scale = rest.pop("layer", None), rest.pop("scale", None)
     hooks = [key for key in _HOOK_NAMES if key in rest]
     if len(hooks) > 1:
         raise ValueError(f"it has {' and '.join(map(repr, hooks))}; keep one of them")
-    said = rest.pop(hooks[0]) if hooks else None
-    array = _numpy(inner)
+    hook = rest.pop(hooks[0]) if hooks else None
+    metadata = {**rest, **contents.metadata}
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
+        raise ValueError(f"'layer' is {layer!r}; it must be a whole number that counts from 0")
+    if contents.stack is None:
+        placed = tuple(_completed(each, layer, hook, scale) for each in contents.placed)
+        return Contents(placed, metadata=metadata)
     if layer is None:
-        if hooks or scale != 1.0:
+        if hooks or scale not in (None, 1.0):
             raise ValueError(
-                f"it has {name!r} with {hooks[0] if hooks else 'scale'!r} but without 'layer'; "
+                f"beside its vector it has {hooks[0] if hooks else 'scale'!r}, without 'layer'; "
                 "add the number of the layer"
             )
-        return Contents(stack=array, metadata=rest)
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        raise ValueError(f"'layer' is {layer!r}; it must be a whole number that counts from 0")
-    place = _said_place(said, layer)
-    return Contents((Placed(place, array, scale),), metadata=rest)
+        return Contents(stack=contents.stack, metadata=metadata)
+    placed = (Placed(_said_place(hook, layer), contents.stack, scale),)
+    return Contents(placed, metadata=metadata)
+
+
+def _completed(each: Placed, layer: int | None, hook: Any, scale: Any) -> Placed:
+    """A vector with a layer, with the hook and the scale that are said of all of them."""
+    place, own = each.place, each.scale
+    if layer not in (None, place.layer):
+        raise ValueError(
+            f"'layer' is {layer}, beside a vector for layer {place.layer}; leave 'layer' out, or "
+            "make them agree"
+        )
+    if hook is not None:
+        said = _said_place(hook, place.layer).hook
+        if None not in (said, place.hook) and said != place.hook:
+            raise ValueError(
+                f"it has a vector for {place.hook} of layer {place.layer}, and beside it the hook "
+                f"{hook!r}; make them agree"
+            )
+        place = NamedPlace(place.hook or said, place.layer)
+    if own is not None and scale not in (None, 1.0):
+        raise ValueError(
+            f"'scale' is {scale}, beside a vector with a scale of {own}; keep one of them"
+        )
+    return Placed(place, each.vector, scale if own is None else own)
 
 
 def _said_place(said: Any, layer: int) -> NamedPlace:
@@ -135,7 +167,7 @@ def _said_place(said: Any, layer: int) -> NamedPlace:
     if named is None:
         return NamedPlace(HookPoint.parse(said), layer)
     if named.layer != layer:
-        raise ValueError(f"'layer' is {layer} and its hook is {said!r}; make them agree")
+        raise ValueError(f"its layer is {layer} and its hook is {said!r}; make them agree")
     return named
 
 
@@ -166,7 +198,7 @@ def _place(key: Any) -> NamedPlace | None:
 
 
 def _vector(place: NamedPlace, key: Any, entry: Any) -> Placed:
-    scale = 1.0
+    scale = None
     if isinstance(entry, Mapping):
         unknown = set(entry) - {"vector", "scale"}
         if "vector" not in entry or unknown:
@@ -174,7 +206,7 @@ def _vector(place: NamedPlace, key: Any, entry: Any) -> Placed:
                 f"under {key!r} it has the keys {sorted(map(str, entry))}; they may be 'vector' "
                 "and 'scale'"
             )
-        entry, scale = entry["vector"], _item(entry.get("scale", 1.0))
+        entry, scale = entry["vector"], _item(entry.get("scale"))
     if isinstance(entry, list):
         entry = np.asarray(entry)
     if not _is_array(entry):
