@@ -48,6 +48,8 @@ class AutoencoderConfig:
         hook_name: where it was trained, as TransformerLens names it.
         centered: it was trained on rows without their mean (`center_writing_weights`), which
             concerns models with layer norms.
+        finetuned: features are multiplied with a factor before they are decoded, if the weights
+            have one (`finetuning_scaling_factor`).
     """
 
     architecture: Architecture
@@ -59,6 +61,7 @@ class AutoencoderConfig:
     scaled_by_decoder: bool
     hook_name: str | None
     centered: bool
+    finetuned: bool
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> AutoencoderConfig:
@@ -102,6 +105,7 @@ class AutoencoderConfig:
             bool(known.get("rescale_acts_by_decoder_norm", False)),
             hook_name,
             bool(how.get("center_writing_weights", False)),
+            bool(known.get("finetuning_scaling_factor", False)),
         )
 
     @property

@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from tllm.consumers.sparse_autoencoder import AutoencoderConfig, SparseAutoencoder
 from tllm.spec.layers import layer_numbered
-from tllm.spec.reading import FloatArray, float_array, hook_named, scalar, whole_number
+from tllm.spec.reading import FloatArray, float_array, hook_named, said_of, scalar, whole_number
+from tllm.steering.formats.sae import decoding_factors
 
 Numbers = Mapping[int, float]
 
@@ -34,7 +35,8 @@ def steer_features(
     """A spec for `steering_vectors` and the like that sets, scales or clamps features.
 
     `x' = x + strength sum((target_i - f_i) W_dec[i])`, with `f` what the encoder says of the row:
-    what the autoencoder does not reconstruct stays as it is.
+    what the autoencoder does not reconstruct stays as it is. Rows of `W_dec` are multiplied by the
+    factor of fine-tuning where there is one (`finetuning_scaling_factor`), as SAELens decodes.
 
     Args:
         folder: of SAELens, with `cfg.json` and `sae_weights.safetensors`; standard (ReLU) or
@@ -51,17 +53,13 @@ def steer_features(
 
     Raises:
         ValueError: an autoencoder whose features hang on each other (TopK), are gated, or read
-            normalised rows; one trained on rows without their mean, without `centers_rows`;
-            features that it does not have; nothing to do.
+            normalised rows; features that are scaled by the norm of their decoder's row; one
+            trained on rows without their mean, without `centers_rows`; features that it does not
+            have; a factor of which the configuration does not tell; nothing to do.
     """
     path = Path(folder)
     config = SparseAutoencoder.read_config(path)
-    if config.architecture not in ("standard", "jumprelu") or config.normalization != "none":
-        raise ValueError(
-            f"{path}: a {config.architecture} autoencoder with normalize_activations="
-            f"{config.normalization!r} cannot be steered feature by feature; standard and jumprelu "
-            "ones without normalisation can"
-        )
+    _check_kind(config, path)
     if config.centered and centers_rows is None:
         raise ValueError(
             f"{path}: it was trained on rows without their mean (center_writing_weights); give "
@@ -112,6 +110,23 @@ def steer_features(
     return {hook: {layer_numbered(layer, "layer"): entry}}
 
 
+def _check_kind(config: AutoencoderConfig, path: Path) -> None:
+    """Refuse autoencoders whose features are not set one by one."""
+    if config.architecture not in ("standard", "jumprelu") or config.normalization != "none":
+        raise ValueError(
+            f"{path}: a {config.architecture} autoencoder with normalize_activations="
+            f"{config.normalization!r} cannot be steered feature by feature; standard and jumprelu "
+            "ones without normalisation can"
+        )
+    if config.scaled_by_decoder:
+        raise ValueError(
+            f"{path}: a {config.architecture} autoencoder with rescale_acts_by_decoder_norm cannot "
+            "be steered feature by feature, since SAELens says of topk alone how it is decoded; "
+            "multiply W_enc and b_enc by the norms of the rows of W_dec, divide W_dec by them, and "
+            "save it without rescale_acts_by_decoder_norm"
+        )
+
+
 def _numbers(given: Numbers, path: Path) -> dict[int, float]:
     """What was given for each feature."""
     found = {}
@@ -122,17 +137,21 @@ def _numbers(given: Numbers, path: Path) -> dict[int, float]:
 
 
 def _decoder_rows(config: AutoencoderConfig, features: list[int], path: Path) -> FloatArray:
-    """The rows of some features in the decoder, of which the encoder's reader has none."""
+    """The rows of some features in the decoder, of which the encoder's reader has none, with the
+    factors that SAELens multiplies these features with."""
     with safe_open(path / "sae_weights.safetensors", framework="pt") as file:
         if "W_dec" not in file.keys():  # noqa: SIM118 - not a mapping
             raise ValueError(f"{path}: its weights have no W_dec, by which features are steered")
         decoder = file.get_tensor("W_dec")
+        with said_of(str(path)):
+            factors = decoding_factors(file, config.finetuned, config.d_sae)
     if decoder.shape != (config.d_sae, config.d_in):
         raise ValueError(
             f"{path}: W_dec has shape {list(decoder.shape)}, and cfg.json says "
             f"d_sae={config.d_sae}, d_in={config.d_in}"
         )
-    return float_array(decoder[features], f"{path}: W_dec")
+    rows = factors[features, None] * decoder[features]
+    return float_array(rows, f"{path}: W_dec")
 
 
 def _arrays(

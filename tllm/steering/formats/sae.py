@@ -31,7 +31,8 @@ Features = int | Iterable[int] | Mapping[int, float]
 def read(
     folder: Path, features: Features | None, normalize: bool, place: NamedPlace | None
 ) -> Contents:
-    """The vector of some features: `sum(weight[f] * W_dec[f])`.
+    """The vector of some features: `sum(weight[f] * W_dec[f])`, with rows of `W_dec` multiplied by
+    the factor of fine-tuning where there is one.
 
     Args:
         folder: has `cfg.json` and `sae_weights.safetensors`.
@@ -41,7 +42,8 @@ def read(
 
     Raises:
         ValueError: no or unknown features, rows that live in another space than the model's
-            width, or a hook that is none of ours.
+            width, a factor of which the configuration does not tell, or a hook that is none of
+            ours.
     """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -56,8 +58,9 @@ def read(
     told = {**config, **metadata}
     weights = _weights(features)
     place = _place(told, place)
+    finetuned = bool(told.get("finetuning_scaling_factor"))
     return Contents(
-        (Placed(place, _vector(folder / WEIGHTS, weights, normalize)),),
+        (Placed(place, _vector(folder / WEIGHTS, weights, normalize, finetuned)),),
         metadata={
             "features": {str(feature): weight for feature, weight in weights.items()},
             "normalize": normalize,
@@ -67,6 +70,8 @@ def read(
 
 
 _KEPT = ("architecture", "model_name", "hook_name", "hook_name_out", "normalize_activations")
+_FACTORS = ("scaling_factor", "finetuning_scaling_factor")
+"""Names that SAELens has given to what features are multiplied with before they are decoded."""
 
 
 def _place(told: Mapping[str, Any], instead: NamedPlace | None) -> NamedPlace:
@@ -116,7 +121,47 @@ def _weights(features: Features | None) -> dict[int, float]:
     return {int(feature): float(weight) for feature, weight in weights.items()}
 
 
-def _vector(path: Path, weights: Mapping[int, float], normalize: bool) -> FloatArray:
+def decoding_factors(file: Any, finetuned: bool, number: int) -> torch.Tensor:
+    """What SAELens multiplies features with before it decodes them, float64 `[features]`: 1 where
+    the weights have no factor, whatever the configuration says.
+
+    Args:
+        file: the weights, as `safe_open` gives them.
+        finetuned: whether the configuration says that there is a factor.
+        number: of features.
+
+    Raises:
+        ValueError: a factor of another shape, that is not finite, or that the configuration does
+            not tell of.
+    """
+    names = [name for name in _FACTORS if name in file.keys()]  # noqa: SIM118 - not a mapping
+    if len(names) > 1:
+        raise ValueError(f"its {WEIGHTS} has {' and '.join(map(repr, names))}; keep one of them")
+    ones = torch.ones(number, dtype=torch.float64)
+    if not names:
+        return ones
+    factors: torch.Tensor = file.get_tensor(names[0]).double()
+    if factors.shape != ones.shape:
+        raise ValueError(
+            f"{names[0]} has shape {list(factors.shape)}, and W_dec has {number} features; give a "
+            "number for each of them"
+        )
+    if not factors.isfinite().all():
+        raise ValueError(
+            f"{names[0]} has numbers that are NaN or infinite; give a file that was saved whole"
+        )
+    if not finetuned and not torch.allclose(factors, ones):
+        raise ValueError(
+            f"its {WEIGHTS} has {names[0]}, and its {CONFIG} does not say that features are "
+            'multiplied with it; say "finetuning_scaling_factor": true there, or leave it out of '
+            "the weights"
+        )
+    return factors
+
+
+def _vector(
+    path: Path, weights: Mapping[int, float], normalize: bool, finetuned: bool
+) -> FloatArray:
     try:
         with safe_open(path, framework="pt") as file:
             if "W_dec" not in file.keys():  # noqa: SIM118 - not a mapping
@@ -128,9 +173,10 @@ def _vector(path: Path, weights: Mapping[int, float], normalize: bool) -> FloatA
             shape = decoder.get_shape()
             if len(shape) != 2:
                 raise ValueError(f"W_dec has shape {shape}; it must be [features, hidden]")
+            factors = decoding_factors(file, finetuned, shape[0])
             # Row by row: a decoder has gigabytes, and a few rows are wanted.
             rows = {
-                feature: decoder[feature : feature + 1][0].to(torch.float64)
+                feature: factors[feature] * decoder[feature : feature + 1][0].to(torch.float64)
                 for feature in weights
                 if 0 <= feature < shape[0]
             }
