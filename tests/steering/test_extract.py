@@ -486,7 +486,13 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
     with pytest.raises(ValueError, match=r"rows\.docx' must end in \.svg"):
         swept.plot(tmp_path / "rows.docx")
     assert llm.steering.modules() == before
+    probe = {"hook": "post_block", "layer": 0, "vector": entry["vector"]}
+    llm.steering.register_monitor("once", {"probe": probe, "above": 0.0, "over": "prompt_last"})
     for wrong, says in (
+        (
+            {"vectors": {"post_block": {3: entry | {"when": "once"}}}, "texts": texts},
+            r"vectors\['post_block'\]\[3\] steers generated tokens alone: its condition has 'over'",
+        ),
         ({"strengths": []}, "give at least one strength"),
         ({"strengths": ["1"]}, r"strengths\[0\]='1' is not a number"),
         ({"strengths": 1.0}, "strengths=1.0 is float; give a list"),
@@ -504,6 +510,7 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         given = {"vectors": module, "strengths": [1.0], "prompts": prompts, "effect": happy} | wrong
         with pytest.raises(ValueError, match=says):
             sweep(llm, **given)
+    llm.steering.unregister_monitor("once")
 
 
 def test_what_fills_the_context_has_a_perplexity(llm, reference, mood_module):

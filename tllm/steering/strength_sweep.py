@@ -13,8 +13,10 @@ import numpy as np
 
 from tllm.engine.verdicts import check_goes_on
 from tllm.patching.sweep import frame_of
+from tllm.spec.conditions import NamedCondition
 from tllm.spec.phases import Phase, phase_named
 from tllm.spec.reading import scalar
+from tllm.spec.tiers import Tiers
 from tllm.steering.extraction import Prompt, check_waits, listed, prompt_input, prompts_listed
 
 if TYPE_CHECKING:
@@ -109,13 +111,14 @@ def sweep(
         prompts: to be continued, as text or token ids.
         effect: from a continuation's text to a number.
         phase: the tokens that are steered while it writes; `texts` are steered in whole.
-        texts: of two tokens and more.
+        texts: of two tokens and more. With them, all entries of `vectors` have to be able to steer
+            tokens of a prompt, which those of texts are.
         max_tokens, temperature, seed: of the continuations.
         progress: called with how many strengths are done, and of how many.
 
     Raises:
         ValueError: no strengths or prompts, steering that is refused, an effect that is no
-            number, or a text of one token.
+            number, a text of one token, or texts with an entry for generated tokens alone.
     """
     from tllm.params import SamplingParams  # vLLM takes seconds to import
 
@@ -130,6 +133,8 @@ def sweep(
     if not callable(effect):
         raise ValueError(f"effect={effect!r:.60} is no function; give one from a text to a number")
     check_waits(llm)
+    if texts:
+        _check_steers_texts(llm, vectors)
     field = "vectors" if phase == "any" else f"{phase}_vectors"
     # A prompt leaves room for one token: what filled the context is read but for its last.
     longest = llm.llm_engine.model_config.max_model_len - 1
@@ -166,6 +171,27 @@ def sweep(
     finally:
         _unregister(llm, (writing, reading))
     return StrengthSweep(tuple(rows))
+
+
+def _check_steers_texts(llm: LLM, vectors: Any) -> None:
+    """Refuse entries that would do nothing to texts, whose tokens are all of the prompt's phase."""
+    monitors = llm.steering.monitors()
+    for entry in Tiers.parse(vectors=vectors):
+        when = entry.when
+        if isinstance(when, NamedCondition):
+            of_prompt = "over" in monitors.get(when.name, {})
+        else:
+            of_prompt = when is not None and when.memory.of_prompt
+        if not entry.steers_in("prefill"):
+            why = "its 'positions' name no token of a prompt; give other 'positions'"
+        elif of_prompt:
+            why = "its condition has 'over'; give one without"
+        else:
+            continue
+        raise ValueError(
+            f"texts are read as prompts, and {entry.name} steers generated tokens alone: {why}, "
+            "or leave texts out"
+        )
 
 
 def _unregister(llm: LLM, modules: Sequence[str]) -> None:
