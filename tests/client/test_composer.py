@@ -11,9 +11,11 @@ import pytest
 from client.small_facts import small_facts
 
 from tllm.client.composer import Composer
+from tllm.client.request import RequestKind, Uses
 from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conditions import ProbeCondition
 from tllm.spec.groups import RequestSteering
+from tllm.spec.request import Asked
 from tllm.spec.tiers import Tiers
 
 LAYERS, WIDTH = 28, 8
@@ -88,3 +90,40 @@ def test_a_module_whose_factor_is_too_large_is_named(composer):
     ):
         with pytest.raises(ValueError, match=re.escape(refused)):
             composer.groups(RequestSteering(Tiers(), given))
+
+
+def registered(composer: Composer, **modules: Any) -> None:
+    """Modules that are there, by name."""
+    for name, given in modules.items():
+        composer.modules[name] = composer.module_of(name, given)
+
+
+VECTORS = {"post_block": {1: np.ones(WIDTH, np.float32)}}
+AFTER_PROMPT = {**probe(0), "over": "prompt_last"}
+CALM = {"post_block": {1: {"vector": np.ones(WIDTH), "when": AFTER_PROMPT}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        (RequestSteering(Tiers.parse(decode_vectors=VECTORS)), r"decode_vectors\['post_block'\]"),
+        (steering(AFTER_PROMPT), r"vectors\['post_block'\]\[0\]"),
+        (steering("once"), r"vectors\['post_block'\]\[0\]"),
+        (RequestSteering(Tiers(), (("decoding", 1.0),)), "the module 'decoding'"),
+        (RequestSteering(Tiers(), (("both", 1.0), ("calm", 2.0))), "the module 'calm'"),
+        (RequestSteering(Tiers(), (("both", 1.0),)), ""),
+        (steering(probe(0)), ""),
+    ],
+)
+def test_what_steers_generated_tokens_alone_is_refused_for_pooling(composer, asked, refused):
+    both = {"decode_vectors": VECTORS, "vectors": VECTORS}
+    registered(composer, decoding={"decode_vectors": VECTORS}, both=both, calm=CALM)
+    composer.monitors["once"] = composer.monitor_of("once", AFTER_PROMPT)
+    what = Asked(steering=asked), composer.groups(asked), Uses(), composer
+    RequestKind().check(*what)
+    pooled = RequestKind(generates=False)
+    if not refused:
+        pooled.check(*what)
+        return
+    with pytest.raises(ValueError, match=f"^{refused}.* was given for pooling, which generates"):
+        pooled.check(*what)

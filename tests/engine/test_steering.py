@@ -171,10 +171,17 @@ def test_positions_at_which_a_module_steers_nothing_are_refused(llm, reference):
         llm.steering.set(**where)
     when = {"probe": {"hook": "post_block", "layer": 0, "vector": W}, "above": 0.0}
     after = at({"vector": V, "when": {**when, "over": "prompt_last"}})
-    for asked in ({"decode_steering_vectors": at(V)}, {"steering_vectors": after}):
+    llm.steering.register_monitor("once", {**when, "over": "prompt_last"})
+    for asked in (
+        {"decode_steering_vectors": at(V)},
+        {"steering_vectors": after},
+        {"steering_vectors": at({"vector": V, "when": "once"})},
+        {"steering_module_ref": "decode"},
+    ):
         pooled = PoolingParams(task="embed", **asked)
         with pytest.raises(ValueError, match="and was given for pooling, which generates nothing"):
             llm.llm_engine.add_request("pooled", {"prompt_token_ids": PROMPTS[0]}, pooled)
+    llm.steering.unregister_monitor("once")
 
 
 def test_global_steering_is_set_merged_replaced_and_cleared(llm, reference):

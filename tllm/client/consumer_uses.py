@@ -37,7 +37,7 @@ class ConsumerUses:
         """What the consumers have to do with a request. Raises `ValueError` for what it asks and
         cannot have: all of it is found here, but for what hangs on its prompt (`PromptCheck`)."""
         uses = self._of(asked)
-        kind.check(asked, groups, uses)
+        kind.check(asked, groups, uses, self._registered.composer)
         return uses
 
     def _of(self, asked: Asked) -> Uses:

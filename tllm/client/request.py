@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
+from tllm.client.composer import Composer
 from tllm.client.results import Collected, Samples
 from tllm.ports import ConsumerFlow
 from tllm.spec.conversations import ConversationUse
@@ -92,9 +93,14 @@ class RequestKind:
         beam = self.generated is not None
         return self.generates and self.results and not self.streamed and not beam
 
-    def check(self, asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> None:
+    def check(
+        self, asked: Asked, groups: Sequence[SteeringGroup], uses: Uses, composer: Composer
+    ) -> None:
         """Refuse what cannot be done to a request of this kind: of the fields of a request in
         their order, of what else steers it, and of the consumers.
+
+        Args:
+            composer: knows the modules and the monitors that a request names.
 
         Raises `ValueError` naming what is wrong.
         """
@@ -109,7 +115,7 @@ class RequestKind:
                 if holds and limit in limits:
                     raise ValueError(f"{what} {limit}{way_out}")
         if not self.generates:
-            _check_decodes(asked)
+            _check_decodes(asked, composer)
         if not self.results or self.streamed:
             _check_media(asked, groups, uses)
 
@@ -220,15 +226,19 @@ def media_of(
     return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))
 
 
-def _check_decodes(asked: Asked) -> None:
+def _check_decodes(asked: Asked, composer: Composer) -> None:
     """Refuse steering of generated tokens alone where none are generated."""
-    for phase, entry in () if asked.steering is None else asked.steering.own.by_phase():
-        if phase == "decode" or entry.needs_generated:
-            raise ValueError(
-                f"{entry.name} steers generated tokens alone, and was given for pooling, which "
-                "generates nothing; use steering_vectors or steering_clamps, other positions, and "
-                "a condition without 'over'"
-            )
+    if asked.steering is None:
+        return
+    own = asked.steering.own.by_phase()
+    idle = [e.name for phase, e in own if phase == "decode" or e.needs_generated]
+    what = idle[0] if idle else composer.for_generated_alone(asked.steering)
+    if what is not None:
+        raise ValueError(
+            f"{what} steers generated tokens alone, and was given for pooling, which generates "
+            "nothing; use steering_vectors or steering_clamps, other positions, and a condition "
+            "without 'over'"
+        )
 
 
 def _check_media(asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> None:
