@@ -16,6 +16,7 @@ from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conditions import ProbeCondition
 from tllm.spec.groups import RequestSteering
 from tllm.spec.request import Asked
+from tllm.spec.selection import Selection
 from tllm.spec.tiers import Tiers
 
 LAYERS, WIDTH = 28, 8
@@ -127,3 +128,15 @@ def test_what_steers_generated_tokens_alone_is_refused_for_pooling(composer, ask
         return
     with pytest.raises(ValueError, match=f"^{refused}.* was given for pooling, which generates"):
         pooled.check(*what)
+
+
+@pytest.mark.parametrize("positions", ["all_prompt", "last_prompt"])
+def test_positions_of_the_prompt_are_refused_for_a_module_that_steers_after_it(composer, positions):
+    mixed = {"vectors": CALM, "prefill_vectors": VECTORS}
+    registered(composer, calm=CALM, mixed=mixed, later={"vectors": CALM, "decode_vectors": VECTORS})
+    where = Selection.parse(positions)
+    for name in ("calm", "later"):
+        with pytest.raises(ValueError, match=f"module '{name}' .*the prompt.*over='prompt_last'"):
+            composer.groups(RequestSteering(Tiers(), ((name, 1.0),), where))
+    composer.groups(RequestSteering(Tiers(), (("mixed", 1.0),), where))
+    composer.groups(RequestSteering(Tiers(), (("calm", 1.0),), Selection.parse([5])))

@@ -317,7 +317,7 @@ class Composer:
         assert when is not None
         generated = "generation" in (entry.positions.phase, SELECTED_PHASES[phase])
         check_order(when, entry.point, entry.layer, facts.points, name, generated=generated)
-        if when.memory.of_prompt and (phase == "prefill" or not entry.steers_in("decode")):
+        if _decides_too_late(entry, phase):
             raise ValueError(
                 f"{name}: its condition has over={when.memory.over!r} and decides on the tokens "
                 "after the prompt, but the entry is for tokens of the prompt; give "
@@ -409,11 +409,29 @@ def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:
 def _check_modules(asked: RequestSteering, modules: Sequence[Tiers]) -> None:
     """Refuse positions of a request at which a module that it names steers nothing."""
     for (name, _), tiers in zip(asked.modules, modules, strict=True):
-        if not any(entry.steers_in(phase) for phase, entry in tiers.by_phase()):
-            raise ValueError(
-                f"steering_positions: the module {name!r} steers no token there: "
-                f"{_phases_of(asked.positions)}; give other positions, or leave them out"
-            )
+        there = [(phase, entry) for phase, entry in tiers.by_phase() if entry.steers_in(phase)]
+        overs = [
+            entry.when.memory.over
+            for phase, entry in there
+            if entry.when is not None and _decides_too_late(entry, phase)
+        ]
+        if len(overs) < len(there):
+            continue
+        after = ", and its condition with over={!r} decides on the tokens after the prompt"
+        after = after.format(overs[0]) if overs else ""
+        raise ValueError(
+            f"steering_positions: the module {name!r} steers no token there: "
+            f"{_phases_of(asked.positions)}{after}; give other positions, or leave them out"
+        )
+
+
+def _decides_too_late(entry: SteeringEntry, phase: Phase) -> bool:
+    """Whether a condition, found, decides on the tokens after the prompt, and its entry is for
+    none of these."""
+    when = entry.when
+    if when is None or not when.memory.of_prompt:
+        return False
+    return phase == "prefill" or not entry.steers_in("decode")
 
 
 def _phases_of(positions: Selection) -> str:
