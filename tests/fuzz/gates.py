@@ -184,7 +184,7 @@ def gate(
                     continue
                 if field and pick.random() < 0.4 and not _of_prompt(entry):
                     when = _remembering(pick, field, places, last, names)
-                    if when is not None:
+                    if when is not None and not _decides_on_none(entry, when):
                         entry["when"] = when
                         continue
                 again = [when for place, when in known if place <= last]
@@ -198,6 +198,14 @@ def _of_prompt(entry: Mapping[str, Any]) -> bool:
     """Whether it may be for tokens of the prompt alone."""
     where = entry.get("positions")
     return where is not None and "generation" not in Selection.parse(where).phases
+
+
+def _decides_on_none(entry: Mapping[str, Any], when: Mapping[str, Any]) -> bool:
+    """Whether a condition may decide on no token that its entry is for, and be refused."""
+    listed = Selection.parse(entry.get("positions", "all")).single_tokens
+    if listed is None or "over" in when or when["scope"] == "conversation":
+        return False
+    return len(listed) == 1 or when["scope"] == "next"
 
 
 def remembers(options: Mapping[str, Any]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -416,7 +416,8 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
 
 def check_lasting(groups: Iterable[SteeringGroup], what: str) -> None:
     """Refuse conditions that decide on the tokens after those that they are judged for, and on
-    none of them: all that has such a condition is for one token of the prompt.
+    none of them: all that has such a condition is for one token alone, or, where it decides on the
+    one after it, for tokens of which no two follow each other.
 
     Args:
         what: has them, for the message.
@@ -425,17 +426,39 @@ def check_lasting(groups: Iterable[SteeringGroup], what: str) -> None:
     for group in groups:
         for gate in group.gates.judged if group.gates is not None else ():
             if gate.scope and not (gate.over or gate.kept_as):
-                lasting[gate].add(group.positions)
+                positions = group.positions
+                if group.phase == "prefill" and positions.phase == "any":
+                    positions = replace(positions, phase="prompt")
+                lasting[gate].add(positions)
     for gate, where in lasting.items():
-        if len(where) > 1 or not all(positions.of_one_in_prompt for positions in where):
+        each = [positions.single_tokens for positions in where]
+        tokens = {token for found in each if found is not None for token in found}
+        scope = SCOPES[gate.scope]
+        if None in each or (len(tokens) > 1 and (scope != "next" or _may_follow(tokens))):
             continue
-        [positions] = where
+        named = f"one token alone, {_described(*min(tokens))}"
+        if len(tokens) > 1:
+            named = f"{len(tokens)} single tokens, and no two of them follow each other"
         raise ValueError(
-            f"{what} has a condition at {gate.hook!r} with scope={SCOPES[gate.scope]!r}, which "
-            "decides on tokens after those that it is judged for, and its entry is for one token "
-            f"alone, position {positions.include.positions[0]}: nothing would be steered. Leave "
-            "the positions out; with 'over': 'prompt_last' the last token of the prompt decides"
+            f"{what} has a condition at {gate.hook!r} with scope={scope!r}, which decides on "
+            f"{'the token' if scope == 'next' else 'tokens'} after those that it is judged for, "
+            f"and its entry is for {named}: nothing would be steered. Leave the positions out; "
+            "with 'over': 'prompt_last' the last token of the prompt decides"
         )
+
+
+def _may_follow(tokens: Collection[tuple[bool, int]]) -> bool:
+    """Whether one of these may come after another in some sequence; see
+    `Selection.single_tokens`."""
+    both_kinds = len({from_end for from_end, _ in tokens}) > 1
+    return both_kinds or any((from_end, number + 1) in tokens for from_end, number in tokens)
+
+
+def _described(from_end: bool, number: int) -> str:
+    """A token of `Selection.single_tokens`, in words."""
+    if from_end and number >= 0:
+        return f"window [{number}, {number + 1}] of the generated tokens"
+    return f"position {number}"
 
 
 def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:

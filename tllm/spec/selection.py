@@ -239,10 +239,28 @@ class Selection:
         return frozenset(own - {"generation"} if self.include.of_prompt else own)
 
     @property
-    def of_one_in_prompt(self) -> bool:
-        """Whether it means one token of a prompt, counted from its end, and no other."""
-        only = Criteria(positions=self.include.positions[:1])
-        return bool(only) and self.include == only and only.of_prompt
+    def single_tokens(self) -> frozenset[tuple[bool, int]] | None:
+        """All tokens that it may mean of any sequence, where it names each of them alone: whether
+        it counts from the end of the prompt (-1 is the last token of that, 0 the first that is
+        generated), and its number. What is excluded is among them. None where it may mean others.
+        """
+        include = self.include
+        if not include or include.token_ids or include.media:
+            return None
+        named = [(position < 0, position, position + 1) for position in include.positions]
+        for start, stop in include.ranges:
+            first = start or 0
+            last = 0 if stop is None and first < 0 and self.phase == "prompt" else stop
+            if last is None or (first < 0) != (last <= 0):
+                return None
+            named.append((first < 0, first, last))
+        for first, last in include.windows:
+            if last is None:
+                return None
+            named.append((self.phase == "generation", first, last))
+        if any(last > first + 1 for _, first, last in named):
+            return None
+        return frozenset((from_end, first) for from_end, first, _ in named)
 
     @property
     def depends_on_generated_tokens(self) -> bool:
