@@ -8,7 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import vllm
+from fuzz.gates import save_autoencoder
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
@@ -16,6 +18,7 @@ from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
 from logprobs.steering import HIDDEN, LAYER, STEERED, VECTOR, steered_by
 from tllm import SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.consumers.sae import SaeConsumer
 from tllm.engine.refusals import RefusedError
 from tllm.ports import Actions, ConsumerFlow, ResidualStream, Stop
 
@@ -226,6 +229,35 @@ def test_modules_and_monitors_of_generated_tokens_alone_are_refused_where_all_ar
         for name in ("decoding", "both"):
             lm.run(steering.unregister_module(name))
         lm.run(steering.unregister_monitor("judged once"))
+
+
+def autoencoder(folder, bias):
+    """One whose features are all active, or none, by their bias."""
+    path = save_autoencoder(folder) / "sae_weights.safetensors"
+    weights = load_file(path)
+    save_file({**weights, "b_enc": torch.full_like(weights["b_enc"], bias)}, path)
+    return SaeConsumer(folder)
+
+
+def test_answers_that_were_kept_are_those_of_the_autoencoder_that_is_there(lm, reference, tmp_path):
+    """One that is registered with the engine itself, which tells the model of nothing."""
+    active = {"any": [{"probe": {"sae": "sae", "feature": 3}, "above": 0.5}]}
+    asked = {"steering_vectors": {"post_block": {LAYER: {"vector": VECTOR, "when": active}}}}
+    plain = reference.next_token_logprobs_sync(PROMPT)
+    steered = steered_by(reference, PROMPT)
+    for number, (bias, expected) in enumerate([(1e3, steered), (-1e3, plain), (1e3, steered)]):
+        lm.run(lm.engine.register_consumer(autoencoder(tmp_path / str(number), bias)))
+        try:
+            found = lm.next_token_logprobs_sync(PROMPT, **asked)
+            assert agrees(found, expected, OTHER_ENGINE)
+            computed = lm.stats()["computed"]
+            assert torch.equal(lm.next_token_logprobs_sync(PROMPT, **asked), found)
+            assert lm.stats()["computed"] == computed
+            waiting = lm.next_token_logprobs(PROMPT, **asked)
+        finally:
+            lm.run(lm.engine.unregister_consumer("sae"))
+        with pytest.raises(ValueError, match="no autoencoder 'sae' is registered"):
+            asyncio.run(waiting)
 
 
 @pytest.mark.parametrize("positions", ["last_prompt", {"exclude": {"positions": [-1]}}])

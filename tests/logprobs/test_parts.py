@@ -408,6 +408,20 @@ def test_equal_interventions_have_equal_keys():
     assert one != other
 
 
+def test_autoencoders_of_conditions_are_told_apart_by_their_registrations():
+    probe = {"sae": "b", "feature": 1}
+    nested = {"any": [{"all": [{"probe": probe, "above": 1}, "monitor"]}]}
+    nested["any"].append({"probe": {**probe, "sae": "a"}, "above": 1})
+    both = [{"vector": [1.0], "when": nested}, {"vector": [1.0], "when": "monitor"}]
+    found = Interventions.of({"steering_vectors": {"post_block": {1: both}}})
+    assert found.autoencoders == ("a", "b")
+    assert Interventions.of({}).autoencoders == ()
+    told = [found.with_registrations(ids).key for ids in (("1", "2"), ("1", "2"), ("1", "3"))]
+    assert told[0] == told[1] != told[2]
+    unknown = [found.with_registrations(None).key for _ in range(2)]
+    assert len({found.key, *told, *unknown}) == 5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

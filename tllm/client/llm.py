@@ -342,6 +342,14 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
             return None
         return registered.composer.for_generated_alone(asked.steering)
 
+    def registrations_of(self, names: Iterable[str]) -> tuple[str, ...] | None:
+        """By which registration each of these consumers is there: another of its id has another.
+        None where one of them is not there, and while somebody registers something."""
+        registered = self._tllm.registered
+        if not registered.is_current or not registered.consumers.keys() >= set(names):
+            return None
+        return tuple(registered.ids[name] for name in names)
+
     def prepared_plain(
         self, params: vllm.SamplingParams, *, streamed: bool = False
     ) -> vllm.SamplingParams:

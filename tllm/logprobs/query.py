@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
+from tllm.spec.conditions import autoencoders_of
 from tllm.spec.reading import whole_number
 from tllm.spec.request import Asked
 from tllm.spec.selection import Selection
@@ -167,12 +168,14 @@ class Interventions:
         results: whether something comes back with the request's output.
         from_end: the field of a consumer that reads tokens that count from the end of the prompt,
             or names them to leave them out; empty for none.
+        autoencoders: ids of the consumers whose features its conditions name.
     """
 
     asked: Asked = field(default_factory=Asked)
     key: str = ""
     results: bool = False
     from_end: str = ""
+    autoencoders: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, params: Mapping[str, Any], *, generates: bool = False) -> Interventions:
@@ -205,7 +208,19 @@ class Interventions:
         digest = hashlib.sha256()
         _digest(given, digest)
         from_end = (name for name, selection in _positions_read(asked) if selection.from_end)
-        return cls(asked, digest.hexdigest(), results, next(from_end, ""))
+        return cls(
+            asked, digest.hexdigest(), results, next(from_end, ""), _autoencoders_named(asked)
+        )
+
+    def with_registrations(self, registrations: tuple[str, ...] | None) -> Interventions:
+        """The same with a key that tells its autoencoders from others of their ids.
+
+        Args:
+            registrations: by which they are there; None where that is not known, and the key is
+                one of its own.
+        """
+        told = f"object {next(_OBJECTS)}" if registrations is None else " ".join(registrations)
+        return replace(self, key=f"{self.key} {told}")
 
     def applied_to(self, params: SamplingParams, next_token: Mapping[str, Any]) -> SamplingParams:
         """A copy of sampling parameters that asks for this, and for log-probabilities."""
@@ -234,6 +249,13 @@ def _positions_read(asked: Asked) -> Iterator[tuple[str, Selection]]:
             except ValueError:
                 continue  # a word of the consumer's own, or for it to refuse
             yield field, selection
+
+
+def _autoencoders_named(asked: Asked) -> tuple[str, ...]:
+    """The ids of the consumers whose features the conditions of a request itself name."""
+    own = () if asked.steering is None else asked.steering.own
+    conditions = {entry.when for entry in own if entry.when is not None}
+    return tuple(sorted({name for each in conditions for name in autoencoders_of(each)}))
 
 
 def _check_given(asked: Asked) -> None:

@@ -7,7 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
@@ -317,7 +317,8 @@ class AsyncVirtualLM(AsyncLM):
             **options: `LaneOptions`, for all of the lane's steps.
         """
         _refuse_forms(options, "give it to next() of the lane")
-        return Lane(self._loop, self._mailbox, self._service, self._query(prompt, options))
+        query = self._told_apart(self._query(prompt, options))
+        return Lane(self._loop, self._mailbox, self._service, query)
 
     # -- completions -----------------------------------------------------------------------------
 
@@ -416,6 +417,14 @@ class AsyncVirtualLM(AsyncLM):
         check_prompts(prompts)
         return [self._query(prompt, options) for prompt in prompts]
 
+    def _told_apart(self, query: Query) -> Query:
+        """A query whose key is another one when its conditions' autoencoders are others."""
+        interventions = query.interventions
+        if not interventions.autoencoders:
+            return query
+        registrations = self.engine.registrations_of(interventions.autoencoders)
+        return replace(query, interventions=interventions.with_registrations(registrations))
+
     def _known(self, query: Query) -> tuple[Answer | None, Callable[[Answer], None]]:
         """The answer that is remembered, and what remembers one."""
         if self.cache is None or query.interventions.results or self._service.written(query):
@@ -433,6 +442,7 @@ class AsyncVirtualLM(AsyncLM):
 
     async def _ask(self, queries: Sequence[Query]) -> list[Answer]:
         self._loop.check_open()
+        queries = [self._told_apart(query) for query in queries]
         known = [self._known(query) for query in queries]
         missing = [q for q, (answer, _) in zip(queries, known, strict=True) if answer is None]
         found = iter(await self._mailbox.ask(missing, [None] * len(missing)) if missing else ())

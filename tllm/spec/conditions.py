@@ -237,6 +237,15 @@ class FeatureCondition(_UnknownCondition):
 Condition = ProbeCondition | JointCondition | NamedCondition | FeatureCondition
 
 
+def autoencoders_of(condition: Condition) -> Iterator[str]:
+    """The ids of the consumers whose features a condition names. A monitor has found its own."""
+    if isinstance(condition, FeatureCondition):
+        yield condition.sae
+    elif isinstance(condition, JointCondition):
+        for term in condition.terms:
+            yield from autoencoders_of(term)
+
+
 class Known(NamedTuple):
     """What conditions are found in.
 
