@@ -129,6 +129,7 @@ def test_the_older_ray_executor_is_refused_with_what_to_set():
     )
     config = SimpleNamespace(
         speculative_config=None,
+        observability_config=SimpleNamespace(jit_monitor_mode="warn"),
         kv_transfer_config=None,
         ec_transfer_config=None,
         model_config=SimpleNamespace(multimodal_config=None, is_diffusion=False),

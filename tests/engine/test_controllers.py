@@ -16,6 +16,7 @@ from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition, GatedChange
 from engine.test_stopping import AT, PROMPT, TOKENS, WHEN, P, threshold_that_ends
 from tllm import PoolingParams, SamplingParams
+from tllm.client.composer import Composer
 from tllm.client.request import RequestKind, Uses
 from tllm.consumers.base import Consumer
 from tllm.ports import (
@@ -365,11 +366,11 @@ def test_requests_that_nobody_can_act_on_are_refused(llm):
     [({"streamed": True}, "streamed.*give the whole"), ({"generated": 3}, "a beam")],
 )
 def test_requests_of_which_tokens_are_dropped_are_refused(kind, sentence):
-    uses = Uses(acting="consumers['watch']")
-    RequestKind().check(Asked(), (), uses)
+    uses, composer = Uses(acting="consumers['watch']"), Composer({})
+    RequestKind().check(Asked(), (), uses, composer)
     with pytest.raises(ValueError, match=rf"consumers\['watch'\] decides.*{sentence}.*'enabled'"):
-        RequestKind(**kind).check(Asked(), (), uses)
-    RequestKind(**kind).check(Asked(), (), Uses())
+        RequestKind(**kind).check(Asked(), (), uses, composer)
+    RequestKind(**kind).check(Asked(), (), Uses(), composer)
 
 
 @pytest.mark.parametrize(
