@@ -185,6 +185,16 @@ def test_what_the_queue_has_no_room_for_waits_in_memory(
     assert bool(EARLY) == bool(room)
 
 
+def give_up(llm, prompt, params, *, steps):
+    """A request that is aborted after some steps."""
+    engine = llm.llm_engine
+    engine.add_request("gone", {"prompt_token_ids": prompt}, params)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request(["gone"])
+    generate(llm, prompts_of([5]), greedy(2))  # the workers hear of it
+
+
 def test_of_an_aborted_request_what_was_written_early_stays(
     tight_llm, truth, tmp_path, monkeypatch
 ):
@@ -193,13 +203,7 @@ def test_of_an_aborted_request_what_was_written_early_stays(
     EARLY.clear()
     tight_llm.register_consumer(Early(tmp_path, publish_interval=0.05))
     [prompt] = prompts_of([60])
-    engine = tight_llm.llm_engine
-    asked = greedy(30, capture=filesystem(request_id="gone"))
-    engine.add_request("gone", {"prompt_token_ids": prompt}, asked)
-    for _ in range(6):
-        engine.step()
-    engine.abort_request(["gone"])
-    generate(tight_llm, prompts_of([5]), greedy(2))  # the workers hear of it
+    give_up(tight_llm, prompt, greedy(30, capture=filesystem(request_id="gone")), steps=6)
     tight_llm.clear_consumers()  # nobody will come for the result
     record = tllm.stores.open(tmp_path).record("gone")
     assert record.status == "partial_error" and "aborted" in record.error
@@ -269,13 +273,8 @@ def test_a_name_that_is_taken_is_an_error_of_the_result(llm, tmp_path):
 def test_an_incomplete_record_is_captured_anew_where_whole_ones_are_skipped(llm, tmp_path):
     llm.register_consumer(FilesystemConsumer(tmp_path, on_collision="skip"))
     [prompt] = prompts_of([9])
-    engine = llm.llm_engine
     asked = greedy(8, capture=filesystem(request_id="r"))
-    engine.add_request("gone", {"prompt_token_ids": prompt}, asked)
-    for _ in range(3):
-        engine.step()
-    engine.abort_request(["gone"])
-    generate(llm, prompts_of([5]), greedy(2))  # the workers hear of it
+    give_up(llm, prompt, asked, steps=3)
     llm.synchronize()
     assert tllm.stores.open(tmp_path).record("r").status == "partial_error"
     for skipped in (False, True):
